@@ -48,13 +48,13 @@ def check_soft_options(outputs: Sequence[str], gather: str) -> None:
     SOFT.require("stream", gather != "stream")
 
 
-def check_read(given: Any) -> None:
+def check_read(call: Any) -> None:
     """Refuse a number of a call that the loss of class probabilities does not read, as one that was
     written for class indices alone: it would have no effect."""
     for name, default in Scalars._field_defaults.items():
-        value = getattr(given, name, default)
-        same = value is default or (isinstance(value, (int, float)) and value == default)
-        SOFT.require("option", name in READ or same, name=name, value=value)
+        value = getattr(call, name, default)
+        unset = value is default or (isinstance(value, (int, float)) and value == default)
+        SOFT.require("option", name in READ or unset, name=name, value=value)
 
 
 def check_soft(

@@ -44,9 +44,10 @@ class Oracle:
         self.classes = _classes(problem)
         self.choices: dict[str, Any] = {}  # of readings, by axis, as they are worked out
         self.groups: dict[Any, Array] = {}
-        # What readings that differ in their terms have alike, with the labels whose id is the key.
-        self.of_tokens: dict[Any, tuple[Labelled, Array]] = {}
-        self.places: dict[int, tuple[Labelled, list[tuple[str, Array]]]] = {}
+        # What readings that differ in their terms alone share: under the ids of their arrays of
+        # labels, and with these, so that no other array gets the id.
+        self.token_weights: dict[Any, tuple[Labelled, Array]] = {}
+        self.label_masks: dict[int, tuple[Labelled, list[tuple[str, Array]]]] = {}
         options = problem.options
         self.declared = [
             LABELS[0] if problem.teacher is None else DIVERGENCE,
@@ -138,7 +139,7 @@ class Oracle:
         if up.same:
             g = problem.d_logprobs.reshape(-1).astype(np.float64)
             of_label = of_label * ((g[0] if up.same == "first" else g.mean()) / g)
-        for name, here in self.places_of(reading):
+        for name, here in self.masks_of(reading):
             by_term[name] = np.where(here, of_label, 0.0)
         if self.each and problem.options.entropy:
             h = problem.d_entropy.reshape(-1).astype(np.float64)
@@ -157,30 +158,31 @@ class Oracle:
             by_term[SOFTMAX] = np.where(there, weights.max(axis=1, keepdims=True), 0.0)
         return by_term
 
-    def places_of(self, reading: Hypothesis) -> list[tuple[str, Array]]:
-        """Of each place that labels are from, the tokens [N] whose labels are."""
-        key, found = id(reading.labels.labels), []
-        if key not in self.places:
-            labels = self.labels_of(reading).reshape(-1)
+    def masks_of(self, reading: Hypothesis) -> list[tuple[str, Array]]:
+        """Of each place that a label may be taken from, [N]: the tokens whose label is."""
+        array_id = id(reading.labels.labels)
+        if array_id not in self.label_masks:
+            masks, labels = [], self.labels_of(reading).reshape(-1)
             left = labels != IGNORE
             for name, classes in self.classes.items():
                 here = left & (classes == labels)
                 left = left & ~here
                 if here.any() or name == self.declared[0]:
-                    found.append((name, here))
-            self.places[key] = reading.labels, found
-        return self.places[key][1]
+                    masks.append((name, here))
+            self.label_masks[array_id] = reading.labels, masks
+        return self.label_masks[array_id][1]
 
     def weights(self, reading: Hypothesis) -> Array:
         """[R, N]: the factor of every token in what each rank has."""
         of, divisor = reading.labels, reading.divisor
         if divisor == "clipped" or isinstance(divisor, tuple):  # of a head, or of any numbers
             return self._weights(reading)
-        key = id(of.labels), id(of.keep), of.counted, divisor, reading.reduced
-        if key not in self.of_tokens:
-            self.of_tokens[key] = of, self._weights(reading)
-            self.of_tokens[key][1].flags.writeable = False
-        return self.of_tokens[key][1]
+        shared = id(of.labels), id(of.keep), of.counted, divisor, reading.reduced
+        if shared not in self.token_weights:
+            weights = self._weights(reading)
+            weights.flags.writeable = False
+            self.token_weights[shared] = of, weights
+        return self.token_weights[shared][1]
 
     def _weights(self, reading: Hypothesis) -> Array:
         problem, how = self.problem, reading.reduced
