@@ -45,7 +45,7 @@ TESTS = (
     *("behaviour_torch", "compile_torch", "work_torch", "modes_torch"),
     *("divergence", "divergence_torch", "soft_labels", "soft_labels_torch", "top_k"),
     *("most_probable", "classes", "classes_torch", "lowrank", "lowrank_torch", "heads_torch"),
-    *("module", "labels", "labels_jax", "segments", "segments_traced", "distillation"),
+    *("module", "labels", "segments", "segments_traced", "distillation"),
     *("behaviour_jax", "program_jax"),
     *("logprobs_jax", "logprobs_traced_jax", "logprobs_program_jax"),
 )

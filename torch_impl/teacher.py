@@ -21,6 +21,7 @@ from xentlib.checks.divergence import (
     check_whole,
 )
 from xentlib.options import DIVERGENCES
+from xentlib.plan import paired_rows
 from xentlib.soft_labels import SOFT_LABELS, CrossEntropy
 from xentlib.teacher import TeacherHead, TeacherLogits
 from xentlib.torch.array_spec import array_spec, as_tensor, is_dtensor, only_tensors
@@ -157,7 +158,7 @@ def paired(loop: HeadLoop, student: ChunkedLogits, teacher: TeacherCall, loss: A
     """The student's logits of a loop, with the teacher's beside them."""
     pairs = pairs_for(student.made)
     if not student.made.whole_chunks:
-        student.block_rows = -(-student.block_rows // 4)  # as many arrays of each are in the cache
+        student.block_rows = paired_rows(student.block_rows, loop.call.hidden.device.type)
     if loss.kind == SOFT_LABELS:
         return soft_logits(loop, student, teacher, entropy=loss.entropy)
     kind = InPlace(torch, torch.exp, loss.kind, loop.call.scalars.beta or 0.0)

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from conftest import DEVICE
 from xentlib.tools.harness.problems import Case
 
 __all__ = ["ONE_PASS", "few", "launches"]
@@ -14,8 +15,11 @@ ONE_PASS = {"base", "options", "confident", "class-weights", "saturated", "kerne
 
 
 def few(case: Case, tokens: int = 5) -> Case:
-    """Without a bias, whose gradient takes the statistics apart from dz, where `ONE_PASS`."""
+    """Without a bias, whose gradient takes the statistics apart from dz, where `ONE_PASS`. With all
+    tokens on a device: there is no interpreter to wait for, and a mean of 5 losses is off by more
+    than the contract's mean of 131 (4.4 ULP at logits of 100 on an H200, where A2 has 4)."""
     bias = case.bias and case.id not in ONE_PASS
+    tokens = tokens if DEVICE == "cpu" else case.tokens
     return replace(case, tokens=min(case.tokens, tokens), vocab=min(case.vocab, 300), bias=bias)
 
 

@@ -252,4 +252,4 @@ def test_a_class_far_above_its_kept_set() -> None:
         total = out.logprobs.sum() + out.entropy.sum() + of_logits.logprobs.sum()
         found.append(torch.autograd.grad(total, (x, w, logits)))
     for got, right in zip(found[1], found[0], strict=True):
-        assert not failures(check("A10", got.numpy(), right.numpy()))
+        assert not failures(check("A10", got.cpu().numpy(), right.cpu().numpy()))

@@ -21,6 +21,7 @@ from helpers.on_meta import OnDevice, as_on_a_gpu  # noqa: E402
 from helpers.pairs import every_pair, parameters  # noqa: E402
 from xentlib.plan import pad_rows, peak_bytes, plan_chunks  # noqa: E402
 from xentlib.torch import (  # noqa: E402
+    SoftLabels,
     TeacherHead,
     chunked_divergence,
     chunked_logprobs,
@@ -308,8 +309,8 @@ def test_peak_of_a_divergence_is_the_formula_of_the_plan(
 
 # --- launches and bytes of eager -----------------------------------------------------------------
 
-# At most, by what is asked: launches a chunk of 4 blocks, of them those that touch a block's
-# logits, and the bytes that those move for each logit beside the products. Ten bytes is the least:
+# At most, by what is asked: launches a chunk of 4 blocks of 256 MiB, of them those that touch a
+# block's logits, and the bytes that those move for each logit beside the products. Ten is least:
 # float32 logits read twice, dz of 16 bits written once. Half of the launches are those that add the
 # blocks of columns up, of numbers that are 1/128 of the logits (row A18).
 EAGER: dict[str, tuple[dict[str, Any], tuple[int, int, int]]] = {
@@ -321,6 +322,7 @@ EAGER: dict[str, tuple[dict[str, Any], tuple[int, int, int]]] = {
         (865, 154, 242),
     ),
     "log-probabilities": ({"function": chunked_logprobs}, (356, 78, 86)),
+    "class probabilities": ({"classes": 20}, (906, 136, 174)),
 }
 PARTS = ("gather", "scatter_", "index")  # which touch one entry of a row
 
@@ -329,14 +331,19 @@ def work_of_a_chunk(options: dict[str, Any]) -> tuple[int, int, float]:
     """What one more chunk adds."""
     options = {"function": chunked_nll, "gradient": True, "dtype": BF16} | options
     function, gradient, dtype = (options.pop(x) for x in ("function", "gradient", "dtype"))
-    width, vocab, chunk = 64, 128_256, 512
+    width, vocab, chunk = 64, 128_256, 2048
+    classes = options.pop("classes", 0)
     options["max_chunk_bytes"] = chunk * vocab * 4
     found = []
     for chunks in (2, 3):
         hidden = there(chunks * chunk, width, dtype=dtype, grad=gradient)
         weight = there(vocab, width, dtype=dtype, grad=gradient)
+        labels: Any = there(hidden.shape[0], dtype=INT)
+        if classes:
+            of_token = len(hidden), classes
+            labels = SoftLabels(there(*of_token, dtype=INT), there(*of_token, dtype=torch.float32))
         with as_on_a_gpu() as seen:
-            out = function(hidden, weight, there(hidden.shape[0], dtype=INT), **options)
+            out = function(hidden, weight, labels, **options)
             if gradient:
                 (out.loss if function is chunked_nll else out.logprobs.sum()).backward()
         big = [x for x in seen.touching(64 * vocab) if "mm" not in x.name]
