@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import random
 from pathlib import Path
 
@@ -14,14 +15,16 @@ ROOT = Path(__file__).resolve().parents[2]
 if not (ROOT / ".ci" / "mutants.py").is_file() or not (ROOT / "torch_impl").is_dir():
     pytest.skip("the sources are not there", allow_module_level=True)
 TOOL = load(ROOT / ".ci" / "mutants.py", "mutants")
+MUTANTS_OF = functools.cache(TOOL.mutants_of)
 
 
 @pytest.fixture(autouse=True)
 def few_files(monkeypatch):
-    """Of the whole package it takes ten seconds."""
+    """Of the whole package it takes ten seconds; what a file has is worked out once."""
     files = [path for path in TOOL.files() if path.parent.name == "core"]
     assert len(files) > 10
     monkeypatch.setattr(TOOL, "files", lambda: files)
+    monkeypatch.setattr(TOOL, "mutants_of", MUTANTS_OF)
 
 
 def test_every_change_changes_its_file():
