@@ -47,12 +47,12 @@ def test_some_calls_hold_in_jax(form: int) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("form", range(3))
 def test_some_calls_hold_over_devices(form: int) -> None:
-    """Three of a program, in `shard_map`."""
+    """Four of a program, in `shard_map`."""
     pytest.importorskip("jax")
-    numbers = [form * PERIOD + 2 * k for k in range(3)]
+    numbers = [form * PERIOD + 2 * k for k in range(4)]
     ran, found = fuzz_pairs.fuzz(SEED, numbers, ("mesh",))
     assert found == []
-    assert sum(ran.values()) == 3
+    assert sum(ran.values()) == 4
 
 
 @pytest.mark.cpu

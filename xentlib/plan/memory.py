@@ -21,7 +21,6 @@ from xentlib.plan.split import (
     block_tokens,
     default_chunk_bytes,
     pad_columns,
-    paired_rows,
     plan_chunks,
 )
 
@@ -190,8 +189,7 @@ def _beside_teacher(
     """What a walk of PyTorch has otherwise where a teacher's chunk is beside each of its own."""
     size, on_cpu = plan.compute_itemsize, platform == "cpu"
     low, narrow = ITEMSIZE[dtype] < size, ITEMSIZE[dtype]
-    of_block = paired_rows(plan.block_tokens(block_bytes(platform)), platform)
-    block = of_block * plan.vocab_size * size
+    block = -(-plan.block_tokens(block_bytes(platform)) // 4) * plan.vocab_size * size
     rows = plan.chunk_tokens * plan.teacher_size * (size * low if on_cpu else narrow)
     head = plan.vocab_size * plan.teacher_size * size
     return {

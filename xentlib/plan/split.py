@@ -75,13 +75,6 @@ def block_bytes(platform: str) -> int:
     return CPU_BLOCK_BYTES if platform == "cpu" else GPU_BLOCK_BYTES
 
 
-def paired_rows(rows: int, platform: str) -> int:
-    """Rows of a block with a teacher's, or class probabilities, as well: a quarter on a CPU, whose
-    cache then has as many arrays of each. On a GPU that only made the launches more: class
-    probabilities of 8,192 tokens took 1,382 ms in blocks of 16 MiB, 109 in blocks of 256."""
-    return -(-rows // 4) if platform == "cpu" else rows
-
-
 def block_tokens(budget: int, columns: int, itemsize: int) -> int:
     """Rows that fit a budget, at least one."""
     return max(1, budget // max(1, columns * itemsize))
