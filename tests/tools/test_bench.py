@@ -283,6 +283,15 @@ def test_arrays_drawn_on_a_device_are_as_those_of_the_host(backend, dtype):
 # --- memory -----------------------------------------------------------------------------------
 
 
+def least_growth(run):
+    """Of three runs: a kernel that takes pages back late has those of earlier arrays in one of them
+    (195 MiB once, of the 67 that were allocated)."""
+    grown = [resident_growth(run) for _ in range(3)]
+    if None in grown:
+        pytest.skip("this kernel keeps no peak that can be reset")
+    return min(grown)
+
+
 @pytest.mark.torch
 def test_torch_counts_a_known_allocation():
     torch = pytest.importorskip("torch")
@@ -296,10 +305,7 @@ def test_torch_counts_a_known_allocation():
 
     run()
     assert cpu_peak_bytes(run) == 67 * MIB
-    grown = resident_growth(run)
-    if grown is None:
-        pytest.skip("this kernel keeps no peak that can be reset")
-    assert 67 * MIB - COUNTER_SLACK <= grown < 75 * MIB
+    assert 67 * MIB - COUNTER_SLACK <= least_growth(run) < 75 * MIB
 
 
 def test_resident_growth_sees_what_no_framework_allocated():
@@ -307,10 +313,7 @@ def test_resident_growth_sees_what_no_framework_allocated():
         return np.ones(48 * MIB, np.uint8)
 
     run()
-    grown = resident_growth(run)
-    if grown is None:
-        pytest.skip("this kernel keeps no peak that can be reset")
-    assert 48 * MIB - COUNTER_SLACK <= grown < 56 * MIB
+    assert 48 * MIB - COUNTER_SLACK <= least_growth(run) < 56 * MIB
 
 
 @pytest.mark.jax
