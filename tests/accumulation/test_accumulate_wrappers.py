@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 
 from helpers.accelerated import start_over
+from helpers.collected import collected
 from helpers.ranks import launch
 from xentlib.contract import check, failures
 
@@ -295,15 +296,17 @@ def on_rank(rank: int, world: int, names: list[str]) -> list[Any]:
 
 
 @pytest.fixture(scope="module")
-def found() -> dict[tuple[str, int], list[Any]]:
+def found(request: Any) -> dict[tuple[str, int], list[Any]]:
     results: dict[tuple[str, int], list[Any]] = {}
+    rows = [FACTORS[row] for row in collected(request, FACTORS)]
+    cells = {name: CELLS[name] for name in collected(request, CELLS, *rows)}
     for world in (1, 2, 4):
         names = [
             name
-            for name, cell in CELLS.items()
+            for name, cell in cells.items()
             if cell.world == world and _has(NEEDS.get(cell.wrapper.partition("-")[0], "torch"))
         ]
-        for rank in launch(world, on_rank, names):
+        for rank in launch(world, on_rank, names) if names else ():
             for name, k, *rest in rank:
                 results.setdefault((name, k), []).append(rest)
     return results

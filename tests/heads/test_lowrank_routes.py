@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from helpers.collected import collected
 from helpers.held import hold_parameters
 from helpers.lowrank import LowProblem, held_to, hold, low_problem, oracle, rejected
 from helpers.pairs import every_pair, parameters
@@ -106,7 +107,7 @@ KEPT = every_pair(CALLS, together=3)
 @pytest.fixture(scope="module")
 def results(request: Any) -> dict[Key, list[Routes]]:
     """Every call: one start of four ranks."""
-    keys = CALLS if request.config.getoption("--full") else KEPT
+    keys = collected(request, CALLS)
     ranks = launch(4, on_ranks, [CALLS[key] for key in keys])
     return {
         key: [found for found in every if found is not None]
@@ -161,10 +162,10 @@ def test_what_travels_is_the_same_on_all_ranks(results: Any, key: Key) -> None:
 
 
 @pytest.fixture(scope="module")
-def models() -> dict[str, list[Any]]:
+def models(request: Any) -> dict[str, list[Any]]:
     """Every model, on two ranks or four: one start of each."""
     pytest.importorskip("peft")
-    return on_each_world(MODELS)
+    return on_each_world({name: MODELS[name] for name in collected(request, MODELS)})
 
 
 @pytest.mark.parametrize("name", MODELS)

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from helpers.collected import collected
 from helpers.pairs import every_pair_of, parameters
 from xentlib.contract import check, failures
 
@@ -69,9 +70,11 @@ def found(request: Any, tmp_path_factory: pytest.TempPathFactory) -> dict[str, l
     """Every setup, on two ranks or four: one start of each."""
     pytest.importorskip("peft")
     results: dict[str, list[Any]] = {}
-    names = SETUPS if request.config.getoption("--full") else KEPT
+    names = collected(request, SETUPS, *GATHERED)
     for world in (2, 4):
         setups = {name: SETUPS[name] for name in names if SETUPS[name].world == world}
+        if not setups:
+            continue
         ranks = torchrun(world, "helpers.zero_low", tmp_path_factory.mktemp("zero"), setups)
         results |= {name: [rank[name] for rank in ranks] for name in ranks[0]}
     return results

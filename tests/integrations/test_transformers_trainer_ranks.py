@@ -7,6 +7,7 @@ import importlib.util
 
 import pytest
 
+from helpers.collected import collected
 from helpers.ranks import launch
 
 torch = pytest.importorskip("torch")
@@ -36,9 +37,9 @@ KINDS = {"DDP": "DistributedDataParallel", "FSDP2": "FSDP"}
 
 
 @pytest.fixture(scope="module")
-def found() -> dict[Case, list[Found]]:
+def found(request) -> dict[Case, list[Found]]:
     """Of each case what both ranks have: one start for all."""
-    cases = [*PATCHED, *PLAIN]
+    cases = [*collected(request, PATCHED), *PLAIN]
     return dict(zip(cases, zip(*launch(2, on_rank, cases), strict=True), strict=True))
 
 

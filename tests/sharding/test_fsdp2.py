@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from helpers.collected import collected
 from helpers.held import hold_parameters
 from helpers.pairs import every_pair_of, parameters
 from helpers.ranks import launch
@@ -171,8 +172,7 @@ KEPT += [name for name in COMPILED if name.removeprefix("compiled, ") not in AGA
 @pytest.fixture(scope="module")
 def found(request: Any) -> dict[str, list[Any]]:
     """Every setup, on two ranks or four: one start of each."""
-    names = SETUPS if request.config.getoption("--full") else KEPT
-    return on_each_world({name: SETUPS[name] for name in names})
+    return on_each_world({name: SETUPS[name] for name in collected(request, SETUPS)})
 
 
 @pytest.mark.slow

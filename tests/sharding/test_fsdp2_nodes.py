@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from helpers.collected import collected
 from helpers.held import hold_parameters
 from helpers.ranks import launch
 from helpers.refused import said_by
@@ -62,10 +63,11 @@ SETUPS = HELD | EXACT
 
 
 @pytest.fixture(scope="module")
-def found() -> dict[str, list[Any]]:
+def found(request: Any) -> dict[str, list[Any]]:
     """Every setup: one start."""
-    ranks = launch(4, on_rank, [*SETUPS.values()])
-    return dict(zip(SETUPS, zip(*ranks, strict=True), strict=True))
+    names = collected(request, SETUPS)
+    ranks = launch(4, on_rank, [SETUPS[name] for name in names])
+    return dict(zip(names, zip(*ranks, strict=True), strict=True))
 
 
 @pytest.mark.parametrize("name", HELD)

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from helpers.collected import collected
 from helpers.held import hold_parameters
 from helpers.pairs import pairwise
 from xentlib.contract import check, failures
@@ -103,12 +104,13 @@ def simplest(setup: Sharded) -> Sharded:
 
 
 IN_16_BITS = {name for name, setup in SETUPS.items() if "bf16" in setup.policy}
-SIMPLEST = {repr(simplest(SETUPS[name])): simplest(SETUPS[name]) for name in IN_16_BITS}
 
 
 @pytest.fixture(scope="module")
-def found() -> dict[str, list[Any]]:
-    return on_each_world(SETUPS | SIMPLEST)
+def found(request: Any) -> dict[str, list[Any]]:
+    names = collected(request, SETUPS)
+    others = [simplest(SETUPS[name]) for name in names if name in IN_16_BITS]
+    return on_each_world({name: SETUPS[name] for name in names} | {repr(x): x for x in others})
 
 
 @pytest.mark.parametrize("name", SETUPS)

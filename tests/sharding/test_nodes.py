@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from helpers.collected import collected
 from helpers.ranks import launch
 from helpers.vocab_shards import CASES, PLAIN, held
 from xentlib.budgets import check_budget
@@ -83,10 +84,11 @@ CALLS["ties", "chunked_nll", "2 nodes of 2", None] = tied()
 
 
 @pytest.fixture(scope="module")
-def results() -> dict[tuple[Any, ...], list[Routes]]:
+def results(request: Any) -> dict[tuple[Any, ...], list[Routes]]:
     """Every call: one start of four ranks."""
-    ranks = launch(WORLD, on_ranks, list(CALLS.values()))
-    return dict(zip(CALLS, zip(*ranks, strict=True), strict=True))
+    keys = collected(request, CALLS)
+    ranks = launch(WORLD, on_ranks, [CALLS[key] for key in keys])
+    return dict(zip(keys, zip(*ranks, strict=True), strict=True))
 
 
 @pytest.mark.parametrize("key", CALLS, ids=str)

@@ -12,6 +12,7 @@ from unittest.mock import patch
 
 import pytest
 
+from helpers.collected import collected
 from helpers.near_plan import near_plan
 from helpers.ranks import launch
 from xentlib.contract import check, failures
@@ -345,8 +346,9 @@ def on_ranks(work: Any, names: list[str]) -> dict[str, list[Any]]:
 
 
 @pytest.fixture(scope="module")
-def found() -> dict[str, list[Any]]:
-    return on_ranks(sent, list(PLACES))
+def found(request: Any) -> dict[str, list[Any]]:
+    names = collected(request, PLACES, test="test_what_is_sent_is_the_plan")
+    return on_ranks(sent, names)
 
 
 # With the ranks of each.
@@ -383,8 +385,8 @@ PAIRS = (
 
 @pytest.fixture(scope="module")
 def peaks(request: Any) -> dict[str, list[int]]:
-    full = request.config.getoption("--full")
-    return on_ranks(allocated, [*STEPS, *NODES] if full else list(PAIRS))
+    names = collected(request, PLACES, test="test_what_is_allocated_is_the_plan")
+    return on_ranks(allocated, names)
 
 
 @pytest.mark.parametrize(

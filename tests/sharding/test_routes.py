@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from helpers.collected import collected
 from helpers.pairs import every_pair, parameters
 from helpers.ranks import launch
 from helpers.vocab_shards import CASES, PLAIN, held
@@ -83,7 +84,7 @@ KEPT = every_pair(CALLS, together=3)
 @pytest.fixture(scope="module")
 def results(request: Any) -> dict[tuple[Any, ...], list[Routes]]:
     """Every call: one start of four ranks."""
-    keys = CALLS if request.config.getoption("--full") else KEPT
+    keys = collected(request, CALLS)
     ranks = launch(4, on_ranks, [CALLS[key] for key in keys])
     return {
         key: [found for found in every if found is not None]

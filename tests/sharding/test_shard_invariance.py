@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from conftest import HAS_TORCH
+from helpers.collected import collected
 from helpers.invariance import problems
 from helpers.pairs import every_pair
 from xentlib.contract import check, failures
@@ -93,7 +94,9 @@ def hold_shards(backend: str, key: Key, got: Any) -> None:
 @pytest.fixture(scope="module")
 def in_torch(request: Any) -> dict[Key, Any]:
     """All calls of one start of eight ranks."""
+    names = collected(request, PROBLEMS)
     keys = KEYS if request.config.getoption("--full") else every_pair(KEYS)
+    keys = [key for key in keys if key[1] in names]
     return dict(zip(keys, run_calls("torch", [call_of(key) for key in keys]), strict=True))
 
 
@@ -109,9 +112,10 @@ def test_gloo_ranks(in_torch: Any, name: str) -> None:
 
 
 @pytest.fixture(scope="module")
-def in_jax() -> dict[Key, Any]:
+def in_jax(request: Any) -> dict[Key, Any]:
     """All calls of one process with eight devices."""
-    return dict(zip(IN_JAX, run_calls("jax", [call_of(key) for key in IN_JAX]), strict=True))
+    keys = collected(request, IN_JAX)
+    return dict(zip(keys, run_calls("jax", [call_of(key) for key in keys]), strict=True))
 
 
 @pytest.mark.jax
@@ -169,10 +173,11 @@ ROUTED = every_pair(
 
 
 @pytest.fixture(scope="module")
-def over_routes() -> dict[Any, Any]:
-    calls = [routed(*key)[0] for key in ROUTED]
-    of_ranks = zip(*launch(4, on_ranks, calls), strict=True)
-    return {key: [x for x in every if x is not None] for key, every in zip(ROUTED, of_ranks)}
+def over_routes(request: Any) -> dict[Any, Any]:
+    routes = collected(request, OF_ROUTES)
+    keys = [key for key in ROUTED if key[0] in routes]
+    of_ranks = zip(*launch(4, on_ranks, [routed(*key)[0] for key in keys]), strict=True)
+    return {key: [x for x in every if x is not None] for key, every in zip(keys, of_ranks)}
 
 
 @pytest.mark.torch

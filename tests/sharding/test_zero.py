@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from helpers.collected import collected
 from helpers.pairs import every_pair_of, parameters
 from xentlib.contract import check, failures
 
@@ -103,9 +104,11 @@ KEPT = every_pair_of(SETUPS, named=(*ONE_GATHER, "stage 3, per token"))
 def found(request: Any, tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Any]]:
     """Every setup, on two ranks or four: one start of each."""
     results: dict[str, list[Any]] = {}
-    names = SETUPS if request.config.getoption("--full") else KEPT
+    names = collected(request, SETUPS, *ONE_GATHER, "stage 3, per token")
     for world in (2, 4):
         setups = {name: SETUPS[name] for name in names if SETUPS[name].world == world}
+        if not setups:
+            continue
         ranks = torchrun(world, PROGRAM, tmp_path_factory.mktemp("zero"), setups)
         results |= {name: [rank[name] for rank in ranks] for name in setups}
     return results

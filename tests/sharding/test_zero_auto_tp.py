@@ -16,6 +16,7 @@ pytest.importorskip("transformers")
 pytestmark = [pytest.mark.torch, pytest.mark.slow]
 
 from helpers.auto_tp_ranks import FACTOR, Net, Split, batch  # noqa: E402
+from helpers.collected import collected  # noqa: E402
 from helpers.torchrun import torchrun  # noqa: E402
 
 SETUPS = {
@@ -47,13 +48,16 @@ CUT = {"up.weight": 0, "down.weight": 1, "lm_head.weight": 0, "lm_head.bias": 0}
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Any]]:
+def found(request: Any, tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Any]]:
     """Every setup, and what refused calls say."""
     results: dict[str, list[Any]] = {}
+    names = collected(request, SETUPS)
     for world in (2, 4):
-        setups: dict[str, Any] = {k: x for k, x in SETUPS.items() if x.world == world}
+        setups: dict[str, Any] = {k: SETUPS[k] for k in names if SETUPS[k].world == world}
         if world == 2:
             setups["refused"] = None
+        if not setups:
+            continue
         folder = tmp_path_factory.mktemp("autotp")
         ranks = torchrun(world, "helpers.auto_tp_ranks", folder, setups)
         results |= {name: [rank[name] for rank in ranks] for name in setups}

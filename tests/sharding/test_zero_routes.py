@@ -18,6 +18,7 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("deepspeed")
 pytestmark = [pytest.mark.torch, pytest.mark.slow]
 
+from helpers.collected import collected  # noqa: E402
 from helpers.torchrun import torchrun  # noqa: E402
 from helpers.wrapped import H, loss_of  # noqa: E402
 from helpers.zero_routes import Trained, changes_of_one_process, net, window_of  # noqa: E402
@@ -84,6 +85,8 @@ MUTANTS = {
     }.items()
 }
 SETUPS = HELD | GATHERED | LOW | EXACT | MUTANTS
+SAME = [("plain", "gathered"), ("two micro-batches, clipped", "gathered, clipped")]
+COUNTED = ("gathered", "plain", "rank without tokens", "per token", "stream, plain")
 
 SHOWN = "where another route has not been shown to be right; got 'hidden'. Leave it out."
 WHOLE = "`gather` must be 'head' for a head that ZeRO-3 has gathered already; got 'hidden'."
@@ -118,9 +121,13 @@ PLANNED |= dict.fromkeys(FLOAT32, "float32")
 
 
 @pytest.fixture(scope="module")
-def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+def ranks(request: Any, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """Every setup on two ranks, and what is refused: one start."""
-    return torchrun(2, "helpers.zero_routes", tmp_path_factory.mktemp("zero"), SETUPS)
+    names = collected(request, SETUPS, *COUNTED)
+    others = {f"{name}, gathered" for name in names if name in LOW}
+    others |= {f"stream, {name}" for name, _ in SAME if name in names}
+    setups = {name: x for name, x in SETUPS.items() if name in {*names, *others}}
+    return torchrun(2, "helpers.zero_routes", tmp_path_factory.mktemp("zero"), setups)
 
 
 def apart(setup: Trained, found: dict[str, Any], want: dict[str, Any]) -> list[str]:
@@ -143,10 +150,7 @@ def test_training_is_that_of_one_process(ranks: Any, name: str) -> None:
         assert not apart(SETUPS[name], rank[name]["changes"], want)
 
 
-@pytest.mark.parametrize(
-    ("name", "gathered"),
-    [("plain", "gathered"), ("two micro-batches, clipped", "gathered, clipped")],
-)
+@pytest.mark.parametrize(("name", "gathered"), SAME)
 def test_training_is_that_of_the_same_engine(ranks: Any, name: str, gathered: str) -> None:
     """A9, A2: with `gather="head"`; the loss of the first micro-batch too."""
     for rank in ranks:
@@ -222,7 +226,7 @@ def test_the_head_is_not_gathered(ranks: Any) -> None:
                 planned[x.kind, x.bytes // x.count] += x.count
             assert counted == planned
     # Alike whatever a rank computes.
-    for name in ("plain", "rank without tokens", "per token", "stream, plain"):
+    for name in COUNTED[1:]:
         assert ranks[0][name]["sent"] == ranks[1][name]["sent"]
 
 
