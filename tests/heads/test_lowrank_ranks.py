@@ -4,11 +4,13 @@ on every route, which cost no sum of d weight.
 
 from __future__ import annotations
 
+from itertools import product
 from typing import Any
 
 import numpy as np
 import pytest
 
+from helpers.collected import collected
 from helpers.held import hold_in_norm
 from helpers.lowrank import LowProblem, held_to, hold, low_problem, oracle, rejected
 from helpers.ranks import launch
@@ -198,13 +200,12 @@ def own_tokens(rank: int) -> LowProblem:
     return p._replace(base=base.changed(upstream=1.0))
 
 
-def on_rank(rank: int, world: int) -> dict[Any, Any]:
+def on_rank(rank: int, world: int, calls: list[tuple[str, str]]) -> dict[Any, Any]:
     found: dict[Any, Any] = {}
+    for function, name in calls:
+        p = low_problem(SHARDED["plain" if name == "padded" else name], R)
+        found[function, name] = on_shards(rank, function, p, *[(80, 80)] * (name == "padded"))
     for function in FUNCTIONS:
-        for name, case in SHARDED.items():
-            found[function, name] = on_shards(rank, function, low_problem(case, R))
-        padded = low_problem(SHARDED["plain"], R)
-        found[function, "padded"] = on_shards(rank, function, padded, (80, 80))
         found[function, "FSDP2"] = under_fsdp(function, own_tokens(rank))
         for way in FROZEN:
             found[function, way, "bytes"] = largest_of(function, way)
@@ -214,8 +215,8 @@ def on_rank(rank: int, world: int) -> dict[Any, Any]:
 
 
 @pytest.fixture(scope="module")
-def found() -> list[dict[Any, Any]]:
-    return launch(2, on_rank)
+def found(request: Any) -> list[dict[Any, Any]]:
+    return launch(2, on_rank, collected(request, product(FUNCTIONS, [*SHARDED, "padded"])))
 
 
 @pytest.mark.parametrize("name", [*SHARDED, "padded"])

@@ -15,6 +15,7 @@ pytestmark = pytest.mark.torch
 from torch.distributed.pipelining import Schedule1F1B  # noqa: E402
 
 from helpers import stages  # noqa: E402
+from helpers.collected import collected  # noqa: E402
 from helpers.held import hold_in_norm, hold_parameters  # noqa: E402
 from helpers.ranks import launch  # noqa: E402
 from helpers.stages import Kind, Setup, Step  # noqa: E402
@@ -40,13 +41,16 @@ SETUPS = {
 CASES = [(world, name) for world, found in SETUPS.items() for name in found]
 
 
-def all_setups(rank: int, world: int) -> dict[str, Step]:
-    return {name: stages.run(rank, world, setup) for name, setup in SETUPS[world].items()}
+def run_all(rank: int, world: int, names: list[str]) -> dict[str, Step]:
+    return {name: stages.run(rank, world, SETUPS[world][name]) for name in names}
 
 
 @pytest.fixture(scope="module")
-def on_ranks() -> dict[int, list[dict[str, Step]]]:
-    return {world: launch(world, all_setups) for world in SETUPS}
+def on_ranks(request: Any) -> dict[int, list[dict[str, Step]]]:
+    asked: dict[int, list[str]] = {}
+    for world, name in collected(request, CASES):
+        asked.setdefault(world, []).append(name)
+    return {world: launch(world, run_all, names) for world, names in asked.items()}
 
 
 def hold(found: list[Step], world: int, setup: Setup) -> None:

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from helpers.collected import collected
 from helpers.ranks import launch
 from xentlib.budgets import check_budget
 from xentlib.contract import check, failures
@@ -308,13 +309,10 @@ def bias_apart(world: int) -> list[Any]:
     return found
 
 
-def on_rank(rank: int, world: int) -> dict[str, Any]:
+def on_rank(rank: int, world: int, names: list[str], roads: list[str]) -> dict[str, Any]:
     return {
-        **{
-            k: [steps_of(case, rank, theirs) for theirs in (False, True)]
-            for k, case in CASES.items()
-        },
-        **{k: [prefetched(k, rank, early) for early in (True, False)] for k in ROADS},
+        **{k: [steps_of(CASES[k], rank, theirs) for theirs in (False, True)] for k in names},
+        **{k: [prefetched(k, rank, early) for early in (True, False)] for k in roads},
         "without a loss": [without_loss(rank, taken) for taken in (True, False)],
         "bias apart": bias_apart(world),
         "counted tokens": counted_tokens(),
@@ -323,8 +321,8 @@ def on_rank(rank: int, world: int) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def found() -> list[dict[str, Any]]:
-    return launch(2, on_rank)
+def found(request: Any) -> list[dict[str, Any]]:
+    return launch(2, on_rank, collected(request, CASES), collected(request, ROADS))
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from helpers.collected import collected
 from helpers.ranks import launch
 from helpers.refused import said_by
 from xentlib.budgets import check_budget
@@ -130,7 +131,7 @@ def total(options: dict[str, Any], hidden: Any, head: Any, labels: Any, more: An
     return sum(torch.where(valid, part, 0.0).sum() for part in parts)
 
 
-def on_rank(rank: int) -> dict[Any, Any]:
+def on_rank(rank: int, calls: list[Any], counted: list[Any]) -> dict[Any, Any]:
     """Gradients of the hidden states, of the head, and the collectives."""
     from xentlib.torch import count_collectives
 
@@ -138,7 +139,7 @@ def on_rank(rank: int) -> dict[Any, Any]:
     mesh = mesh_of()
     f, t = (mesh[name].get_local_rank() for name in ("fsdp", "tp"))
     found = {}
-    for way, name in NAMES:
+    for way, name in calls:
         gather, *sequence = way.split(", ")
         # The same tokens on the ranks of "tp", or each rank's own
         own = there(name, sequence=bool(sequence))
@@ -154,7 +155,7 @@ def on_rank(rank: int) -> dict[Any, Any]:
         total(CALLS[name], hidden, (head.weight, head.bias), labels, more).backward()
         got = [p.grad.full_tensor() * F for p in (head.weight, head.bias)]  # FSDP2's mean
         found[way, name] = [x.cpu().numpy() for x in (hidden.grad, *got)]
-    for way, function, rows in COUNTED:  # rows of a rank in a chunk or in a block
+    for way, function, rows in counted:  # rows of a rank in a chunk or in a block
         gather, *sequence = way.split(", ")
         hidden, labels = (x[f, t], y[f, t]) if sequence else (x[f].flatten(0, 1), y[f].flatten())
         hidden, head = hidden.clone().requires_grad_(), head_of(mesh, bias=False)
@@ -171,16 +172,18 @@ def on_rank(rank: int) -> dict[Any, Any]:
 
 
 @pytest.fixture(scope="module")
-def both() -> list[tuple[dict[Any, Any], dict[str, str]]]:
+def both(request: Any) -> list[tuple[dict[Any, Any], dict[str, str]]]:
     """What each rank has computed, and what is refused: one start of four ranks."""
-    return launch(F * T, on_each_rank)
+    return launch(F * T, on_each_rank, collected(request, NAMES), collected(request, COUNTED))
 
 
-def on_each_rank(rank: int, world: int) -> tuple[dict[Any, Any], dict[str, str]]:
+def on_each_rank(
+    rank: int, world: int, calls: list[Any], counted: list[Any]
+) -> tuple[dict[Any, Any], dict[str, str]]:
     torch.set_num_threads(1)
     fewest(rank, world)
     windows()
-    return on_rank(rank), wrongly(rank, world)
+    return on_rank(rank, calls, counted), wrongly(rank, world)
 
 
 def fewest(rank: int, world: int) -> None:

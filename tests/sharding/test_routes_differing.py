@@ -3,11 +3,13 @@ tokens, temperatures, what a loss is made of. All are right, against one process
 
 from __future__ import annotations
 
+from itertools import product
 from typing import Any
 
 import numpy as np
 import pytest
 
+from helpers.collected import collected
 from helpers.ranks import launch
 from xentlib.contract import check, failures
 
@@ -58,15 +60,13 @@ def of_no_token(rank: int, *, differs: bool = False) -> tuple[Any, Any]:
     return [x.grad.cpu().numpy(), w.grad.cpu().numpy()], [x.cpu().numpy() for x in want]
 
 
-def on_rank(rank: int, world: int) -> dict[Any, tuple[Any, Any]]:
+def on_rank(rank: int, world: int, calls: list[tuple[str, str]]) -> dict[Any, tuple[Any, Any]]:
     group = torch.distributed.group.WORLD
     upstream = {"read": of_no_token(rank)}
     with as_on_a_device():
         upstream["not read"] = of_no_token(rank)
         upstream["not read, differs"] = of_no_token(rank, differs=True)
-    return upstream | {
-        (name, way): result(rank, way, *UNEVEN[name], group) for name in UNEVEN for way in WAYS
-    }
+    return upstream | {(name, way): result(rank, way, *UNEVEN[name], group) for name, way in calls}
 
 
 def result(
@@ -119,8 +119,8 @@ def result(
 
 
 @pytest.fixture(scope="module")
-def found() -> list[Any]:
-    return launch(3, on_rank)
+def found(request: Any) -> list[Any]:
+    return launch(3, on_rank, collected(request, product(UNEVEN, WAYS)))
 
 
 @pytest.mark.parametrize("way", WAYS)

@@ -2,32 +2,36 @@
 
 from __future__ import annotations
 
-from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
 
 import pytest
 
+from helpers.collected import collected
 from helpers.orphans import remove_locks
 from helpers.ranks import launch
 from xentlib import processes
 from xentlib.tools.harness.ranks import PRELOADED
 
 
-def on_rank(rank, world):
+def on_rank(rank, world, numbers):
     from helpers import audited_ranks as steps
     from xentlib.torch.audit import audit
 
-    found = []
-    for _, step, options in steps.ON_RANKS:
+    found = {}
+    for k in numbers:
+        _, step, options = steps.ON_RANKS[k]
         report = audit(step, kind="step", **options)
-        found.append((", ".join(x.title for x in report.findings), str(report)))
+        found[k] = (", ".join(x.title for x in report.findings), str(report))
     return found
 
 
-@cache
-def on_two():
-    return launch(2, on_rank)
+@pytest.fixture(scope="module")
+def on_two(request):
+    from helpers.audited_ranks import ON_RANKS
+
+    every = range(len(ON_RANKS))
+    return launch(2, on_rank, collected(request, every, *every[-2:], test="test_on_gloo_ranks"))
 
 
 def names(framework, module):
@@ -43,20 +47,20 @@ def names(framework, module):
 @pytest.mark.torch
 @pytest.mark.slow
 @pytest.mark.parametrize(("k", "name"), names("torch", "helpers.audited_ranks"))
-def test_on_gloo_ranks(k, name):
+def test_on_gloo_ranks(on_two, k, name):
     """Every rank has the same report."""
-    first, second = (found[k] for found in on_two())
+    first, second = (found[k] for found in on_two)
     assert first[0] == name, first[1]
     assert first == second
 
 
 @pytest.mark.torch
 @pytest.mark.slow
-def test_on_gloo_ranks_beside_the_name():
+def test_on_gloo_ranks_beside_the_name(on_two):
     """A loss of each rank's own is a note; a rank without a token breaks what divides by its own
     number of them."""
     pytest.importorskip("torch")
-    *_, (_, local), (_, own) = on_two()[0]
+    (_, local), (_, own) = [on_two[0][k] for k in sorted(on_two[0])[-2:]]
     assert local.startswith("nothing found")
     assert "note: the loss is each rank's own" in local
     assert "right with: an empty micro-batch, an empty rank" in local
