@@ -1,6 +1,6 @@
 # Two commands need nothing but Python 3.11 and pip:
 #   make parity    PyTorch and JAX compute the same loss and gradients; report in build/parity
-#   make test      the suite
+#   make test      a case of each test at least; `make test-rest` has the others
 # The rest is for development; `make help` lists it.
 
 SHELL := /bin/bash
@@ -40,12 +40,12 @@ export XENTLIB_ENDS_WITH := $(shell echo $$PPID)
 # mkdocs-material's notice about its own future is not about this documentation.
 export NO_MKDOCS_2_WARNING ?= 1
 
-.PHONY: help parity test test-few test-full cases mutants bits quick public classes recipes figures cross-check conformance bounds routes fuzz fuzz-pairs gpu ptx hlo test-oldest test-newest test-wheel check-wheel lint format typecheck docs bench examples env env-new env-all advisories clean
+.PHONY: help parity test test-rest test-full cases mutants bits quick public classes recipes figures cross-check conformance bounds routes fuzz fuzz-pairs gpu ptx hlo test-oldest test-newest test-wheel check-wheel lint format typecheck docs bench examples env env-new env-all advisories clean
 
 help:
 	@echo 'parity      the main job: both backends side by side, report in build/parity'
-	@echo 'test        the suite, in four processes; PYTEST_ARGS="-k nll -x" narrows it, in one'
-	@echo 'test-few    a case of each test at least, in two fifths of the time'
+	@echo 'test        a case of each test at least, in four processes; PYTEST_ARGS="-k nll -x" narrows it, in one'
+	@echo 'test-rest   the other cases of the suite'
 	@echo 'test-full   the suite with whole products of options and shapes, of which it has every pair'
 	@echo 'mutants     forty changes of one node each, and the tests that notice; .ci/mutants.tsv'
 	@echo 'bits        fixed calls at BASE=<commit> and here: bits and collectives that are not the same'
@@ -169,7 +169,7 @@ $(HLO_ENV)/hlo.stamp: constraints.txt $(VENV)/test.stamp
 	  -e '.[test]' numpy==1.26.0 ml_dtypes==0.5.0
 	@touch $@
 
-# What no framework's version changes is left to `make test`.
+# What no framework's version changes is left to `make test` and `make test-rest`.
 RANGE_TESTS := $(filter-out tests/docs/% $(patsubst %,\%/test_%.py,bench bench_command cli cli_resume parity_distillation \
   parity_text parity_training plan plan_command plan_routes plan_time processes progress report report_page), \
   $(wildcard tests/*/test_*.py))
@@ -183,12 +183,13 @@ RANGE_ENV = PATH="$(CURDIR)/.venv-$(1)/bin:$$PATH" TORCH_EXTENSIONS_DIR="$(CURDI
 parity: $(VENV)/run.stamp
 	$(BIN)/xentlib parity --out build/parity $(PARITY_ARGS)
 
+# Of each function a case at least, in each backend, and the same cases at each commit.
 test: $(VENV)/test.stamp
-	$(BIN)/pytest $(PYTEST_ARGS)
-
-# Of each function a case at least, in each backend: two fifths of the time, and the same cases at each commit.
-test-few: $(VENV)/test.stamp
 	$(BIN)/pytest --cases few $(PYTEST_ARGS)
+
+# The cases that `make test` leaves out.
+test-rest: $(VENV)/test.stamp
+	$(BIN)/pytest --cases rest $(PYTEST_ARGS)
 
 # Which cases those are, after a run of all of them on an idle machine, which takes some twenty minutes.
 cases: $(VENV)/test.stamp

@@ -1,4 +1,4 @@
-"""Which cases `make test-few` runs: writes .ci/seconds.tsv, of build/seconds.tsv of a whole run.
+"""Which cases `make test` runs: writes .ci/seconds.tsv, of build/seconds.tsv of a whole run.
 
     python .ci/cases.py [--share 0.42]
 

@@ -118,9 +118,9 @@ def pytest_addoption(parser):
     )
     parser.addoption(
         "--cases",
-        choices=["all", "few"],
+        choices=["all", "few", "rest"],
         default="all",
-        help="few: those that .ci/seconds.tsv says, one of each function at least",
+        help="few: what .ci/seconds.tsv says, a case of each function at least; rest: the others",
     )
     parser.addoption(
         "--full",
@@ -142,12 +142,13 @@ def pytest_collection_modifyitems(config, items):
     if not config.getoption("--full"):
         config.hook.pytest_deselected(items=[item for item in items if of_product(item)])
         items[:] = [item for item in items if not of_product(item)]
-    few = config.getoption("--cases") == "few"
-    if few:
-        kept = chosen(items)
-        config.hook.pytest_deselected(items=[item for item in items if id(item) not in kept])
-        items[:] = [item for item in items if id(item) in kept]
-    seconds = file_seconds(few=few)
+    cases = config.getoption("--cases")
+    if cases != "all":
+        few = chosen(items)
+        kept = [item for item in items if (id(item) in few) == (cases == "few")]
+        config.hook.pytest_deselected(items=[*{*items} - {*kept}])
+        items[:] = kept
+    seconds = file_seconds(cases)
     # A file is one worker's: the one that takes longest must not begin last. In each, what JAX
     # compiles in one way stands together: a change of the way forgets all that was traced.
     # A test has both backends before the next begins, as helpers/references.py keeps its answers.

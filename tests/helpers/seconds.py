@@ -1,6 +1,6 @@
 """Processor seconds of each test, its ranks included, how long it took, and what it showed: a
 plugin of pytest that writes build/seconds.tsv. `.ci/cases.py` makes .ci/seconds.tsv of it, by which
-files that take longest begin first, and `make test-few` runs some cases of each function."""
+files that take longest begin first, and `make test` runs some cases of each function."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import tempfile
 import time
 from collections import Counter, defaultdict
 from collections.abc import Iterable
+from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,12 +21,15 @@ from xentlib.checks.validators import Refusals
 
 BUILD = Path(__file__).parents[2] / "build"
 TABLE = Path(__file__).parents[2] / ".ci" / "seconds.tsv"
+OUTCOMES = ("failed", "error", "passed", "skipped")
 HEADER = "processor\ttook\tcases\tkept\tfunction\n"
-OF_RANKS = "XENTLIB_SECONDS_OF_RANKS"  # a file of this process, to which its ranks append theirs
+OF_RANKS = "XENTLIB_SHOWN_BY_RANKS"  # a file of this process, to which its ranks append theirs
+# Processor seconds of each process that forks ranks, and of the ranks that it has waited for.
+FORKED: dict[int, float] = {}
 
 
 class Row(NamedTuple):
-    """A function's cases in one backend: their seconds, and how many `make test-few` runs."""
+    """A function's cases in one backend: their seconds, and how many `make test` runs."""
 
     processor: float
     took: float
@@ -53,7 +57,7 @@ def spread(count: int, kept: int) -> list[int]:
 
 
 def chosen(items: Iterable[Any]) -> set[int]:
-    """Those of `make test-few`, by `id`: all of a function that the table does not have, and each
+    """Those of `make test`, by `id`: all of a function that the table does not have, and each
     that is named for the README."""
     functions, rows, found = defaultdict(list), table(), set()
     for item in items:
@@ -66,12 +70,13 @@ def chosen(items: Iterable[Any]) -> set[int]:
     return found
 
 
-def file_seconds(*, few: bool) -> Counter[str]:
+def file_seconds(cases: str) -> Counter[str]:
     """How long each file takes, by its name. One that waits, as for ranks that hang on purpose, has
     few seconds of a processor, and must not begin last for that."""
     files: Counter[str] = Counter()
     for name, row in table().items():
-        share = row.kept / row.cases if few else 1
+        few = row.kept / row.cases
+        share = {"all": 1.0, "few": few, "rest": 1 - few}[cases]
         files[name.partition("::")[0]] += row.took * share
     return files
 
@@ -109,8 +114,13 @@ def used() -> float:
     own, children = (
         resource.getrusage(x) for x in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)
     )
-    ranks = [float(line.split("\t")[0]) for line in of_ranks()]
-    return own.ru_utime + own.ru_stime + children.ru_utime + children.ru_stime + sum(ranks)
+    pid = forkserver._forkserver._forkserver_pid
+    if pid is not None and Path(f"/proc/{pid}/stat").is_file():
+        # proc(5): utime, stime, and those of children that it has waited for, in ticks.
+        ticks = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[11:15]
+        FORKED[pid] = sum(map(int, ticks)) / os.sysconf("SC_CLK_TCK")
+    of_both = own.ru_utime + own.ru_stime + children.ru_utime + children.ru_stime
+    return of_both + sum(FORKED.values())
 
 
 def of_ranks() -> list[str]:
@@ -121,7 +131,7 @@ def rank_ends() -> None:
     """Called by a rank as it ends."""
     if OF_RANKS in os.environ:
         with Path(os.environ[OF_RANKS]).open("a") as file:
-            file.write("\t".join([f"{time.process_time():.2f}", *sorted(SHOWN)]) + "\n")
+            file.write("\t".join(sorted(SHOWN)) + "\n")
 
 
 class Test(NamedTuple):
@@ -147,7 +157,7 @@ class Seconds:
             return (yield)
         finally:
             of = (used() - before, time.monotonic() - began, function_of(item))
-            shown = {x for line in of_ranks()[ranks:] for x in line.split("\t")[1:]} | SHOWN
+            shown = {x for line in of_ranks()[ranks:] for x in line.split("\t") if x} | SHOWN
             self.tests[item.nodeid] = Test(*of, sorted(shown))
 
     @pytest.hookimpl(optionalhook=True)
@@ -176,3 +186,7 @@ class Seconds:
         terminalreporter.write_line(
             f"{self.whole:.0f} processor seconds, {of_tests:.0f} of them in tests"
         )
+        counts = {name: len(terminalreporter.stats.get(name, ())) for name in OUTCOMES}
+        counts["processor seconds"] = round(self.whole)
+        lines = "".join(f"{count}\t{name}\n" for name, count in counts.items())
+        (BUILD / f"outcomes-{self.config.getoption('--cases')}.tsv").write_text(lines)

@@ -1,4 +1,4 @@
-"""Which cases `make test-few` runs, and how many lines of code a folder may have."""
+"""Which cases `make test` runs, and how many lines of code a folder may have."""
 
 from __future__ import annotations
 

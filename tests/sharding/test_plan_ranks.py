@@ -347,12 +347,10 @@ def on_ranks(work: Any, names: list[str]) -> dict[str, list[Any]]:
 
 @pytest.fixture(scope="module")
 def found(request: Any) -> dict[str, list[Any]]:
-    names = collected(request, PLACES, test="test_what_is_sent_is_the_plan")
-    return on_ranks(sent, names)
+    return on_ranks(sent, collected(request, PLACES, test="test_what_is_sent_is_the_plan"))
 
 
-# With the ranks of each.
-PLACES = {name: (step, 3) for name, step in (STEPS | WITH_BIAS | ADAPTED).items()}
+PLACES = {name: (step, 3) for name, step in (STEPS | WITH_BIAS | ADAPTED).items()}  # and ranks
 PLACES |= {name: (step, 4) for name, step in (NODES | REPLICATED | ON_FOUR).items()}
 
 
@@ -385,8 +383,8 @@ PAIRS = (
 
 @pytest.fixture(scope="module")
 def peaks(request: Any) -> dict[str, list[int]]:
-    names = collected(request, PLACES, test="test_what_is_allocated_is_the_plan")
-    return on_ranks(allocated, names)
+    test = "test_what_is_allocated_is_the_plan"
+    return on_ranks(allocated, collected(request, PLACES, test=test))
 
 
 @pytest.mark.parametrize(
