@@ -182,12 +182,22 @@ def differing(rank, world):
     return said, [x.unique().tolist() for x in found], alike.tolist()
 
 
+def both(rank, world):
+    return exchanges(rank, world), differing(rank, world)
+
+
+@pytest.fixture(scope="module")
+def on_two():
+    """One start: a rank imports the compiler in 5 s."""
+    pytest.importorskip("torch")
+    return launch(2, both)
+
+
 @pytest.mark.slow
 @pytest.mark.torch
-def test_ranks_that_differ_in_what_must_be_the_same():
+def test_ranks_that_differ_in_what_must_be_the_same(on_two):
     """M3, D12: all of them raise; where none may read a number no label is one of a vocabulary."""
-    pytest.importorskip("torch")
-    for rank, (said, found, alike) in enumerate(launch(2, differing)):
+    for rank, (_, (said, found, alike)) in enumerate(on_two):
         for sizes, text in zip(([8, 6], [3, 5], [4, 5]), said, strict=False):
             assert f"`layout='zigzag'`; got {sizes} tokens" in text
         assert all("`cu_seqlens` must be the offsets of the whole row" in x for x in said[3:5])
@@ -198,10 +208,9 @@ def test_ranks_that_differ_in_what_must_be_the_same():
 
 @pytest.mark.slow
 @pytest.mark.torch
-def test_ranks_exchange_their_columns_once():
+def test_ranks_exchange_their_columns_once(on_two):
     """M5: one collective whatever the content, so nothing can hang; bad groups are named."""
-    pytest.importorskip("torch")
-    for rank, ((mesh, name), shifted, collectives) in enumerate(launch(2, exchanges)):
+    for rank, (((mesh, name), shifted, collectives), _) in enumerate(on_two):
         assert "`sequence_parallel` must be a one-dimensional DeviceMesh; got 2" in mesh
         assert "`sequence_parallel` must be a ProcessGroup or a one-dimensional" in name
         assert shifted == [[1, 2, 10], [11, 12, -100]][rank]

@@ -202,17 +202,18 @@ def test_where_types_say_so(function: Any, name: str) -> None:
 
 
 @pytest.mark.optimized
-def test_one_device_s_bits() -> None:
+@pytest.mark.parametrize("devices", [2, 4])
+def test_one_device_s_bits(devices: int) -> None:
     """A1: audit mode over shards, where `a` is summed, as on one device."""
     p = low_problem(PLAIN, R)
     with jax.enable_x64(True):
         case = p._replace(base=p.base.changed(options={"compute_dtype": "float64"}))
-        found = [
-            sharded(case, chunked_nll, mesh_of(AxisType.Auto, tp=k), -(-V // k)) for k in (1, 2, 4)
-        ]
-    for other in found[1:]:
-        for name in NAMES:
-            held_to("A1", other[name], found[0][name], quantity=name)
+        one, other = (
+            sharded(case, chunked_nll, mesh_of(AxisType.Auto, tp=k), -(-V // k))
+            for k in (1, devices)
+        )
+    for name in NAMES:
+        held_to("A1", other[name], one[name], quantity=name)
 
 
 # What device 1 of two has other than device 0.

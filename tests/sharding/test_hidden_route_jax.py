@@ -129,16 +129,16 @@ def test_few_digits_of_float16():
 
 @pytest.mark.optimized
 @pytest.mark.slow
+@pytest.mark.parametrize(("devices", "rows"), [(2, 79), (4, 40)])
 @pytest.mark.parametrize("kind", [pytest.param("nll", marks=pytest.mark.full), "logprobs"])
-def test_audit_mode_does_not_know_of_devices(kind):
+def test_audit_mode_does_not_know_of_devices(kind, devices, rows):
     """A1: the gradients of one device, to the bit, on two and on four."""
     p = build(replace(AUDIT, tokens=N), 7)
     p = p.changed(options=p.options | ({"denominator": 97.0} if kind == "nll" else {}))
     dense = dense_of(p, kind, "jax", audit=True)
-    for devices, rows in ((2, 79), (4, 40)):
-        got = own_tokens(p, kind, rows, devices, audit=True)
-        for name in GRADIENTS:
-            assert not failures(check("A1", got[name], getattr(dense, name), quantity=name))
+    got = own_tokens(p, kind, rows, devices, audit=True)
+    for name in GRADIENTS:
+        assert not failures(check("A1", got[name], getattr(dense, name), quantity=name))
 
 
 # --- results and upstream gradients of each device ------------------------------------------------

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from helpers.collected import collected
 from helpers.vocab_shards import same_on_all_ranks
 from xentlib.processes import launch
 from xentlib.tools.harness.problems import build
@@ -22,50 +23,59 @@ pytestmark = pytest.mark.jax
 from helpers.mesh_jax import mesh_of  # noqa: E402
 from helpers.vocab_shards_jax import OPTIONS, hold_shards, sharded  # noqa: E402
 
+KINDS = ("nll", "logprobs")
 
-def process(rank: int, world: int, folder: str, port: str) -> dict[str, Any]:
+
+def process(rank: int, world: int, folder: str, port: str, kinds: list[str]) -> dict[str, Any]:
     """One of two processes, with two of the four devices."""
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     jax.distributed.initialize(f"127.0.0.1:{port}", num_processes=world, process_id=rank)
     # No NaN: `device_put` asserts that the processes' arrays are equal.
     found = {
-        kind: sharded(build(OPTIONS, 7), kind, mesh_of(tp=4), 40, fill=(np.inf,))
-        for kind in ("nll", "logprobs")
+        kind: sharded(build(OPTIONS, 7), kind, mesh_of(tp=4), 40, fill=(np.inf,)) for kind in kinds
     }
     jax.distributed.shutdown()
     return found
 
 
-@pytest.mark.slow
-def test_two_processes():
-    """A2, A5, A6, A13: a vocabulary over the devices of two processes, the same on both."""
+@pytest.fixture(scope="module")
+def found(request):
+    """Of each kind what both processes have: one start."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])
     flags = "--xla_allow_excess_precision=false --xla_force_host_platform_device_count=2"
-    ranks = launch(process, 2, port, seconds=600, environment={"XLA_FLAGS": flags})
-    for kind in ("nll", "logprobs"):
-        found = [rank[kind] for rank in ranks]
-        got = {name: same_on_all_ranks([x[name] for x in found]) for name in found[0]}
-        hold_shards(build(OPTIONS, 7), kind, got)
+    kinds = collected(request, KINDS, test="test_two_processes")
+    return launch(process, 2, port, kinds, seconds=600, environment={"XLA_FLAGS": flags})
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", KINDS)
+def test_two_processes(found, kind):
+    """A2, A5, A6, A13: a vocabulary over the devices of two processes, the same on both."""
+    ranks = [rank[kind] for rank in found]
+    got = {name: same_on_all_ranks([x[name] for x in ranks]) for name in ranks[0]}
+    hold_shards(build(OPTIONS, 7), kind, got)
 
 
 EIGHT = """
+import sys
 from helpers.mesh_jax import mesh_of
 from helpers.vocab_shards_jax import OPTIONS, hold_shards, sharded
 from xentlib.tools.harness.problems import build
-for kind in ("nll", "logprobs"):
-    hold_shards(build(OPTIONS, 7), kind, sharded(build(OPTIONS, 7), kind, mesh_of(tp=8), 20))
+kind = sys.argv[1]
+hold_shards(build(OPTIONS, 7), kind, sharded(build(OPTIONS, 7), kind, mesh_of(tp=8), 20))
 print("held")
 """
 
 
 @pytest.mark.slow
-def test_eight_devices():
+@pytest.mark.parametrize("kind", KINDS)
+def test_eight_devices(kind):
     """A2, A5, A6, A13: JAX counts its host devices once, so eight need a process of their own."""
     flags = "--xla_allow_excess_precision=false --xla_force_host_platform_device_count=8"
     done = subprocess.run(
-        [sys.executable, "-c", EIGHT],
+        [sys.executable, "-c", EIGHT, kind],
         env={**os.environ, "XLA_FLAGS": flags},
         cwd=pathlib.Path(__file__).parents[1],
         capture_output=True,
