@@ -88,8 +88,10 @@ def test_per_token_against_the_oracle(case):
     ids=by_id,
 )
 @pytest.mark.optimized
-def test_chunks_do_not_show(case):
+@pytest.mark.parametrize("chunks", [(8,), (128,), (200,), (512,)], ids=str)
+def test_chunks_do_not_show(case, chunks, monkeypatch):
     """A10."""
+    monkeypatch.setattr("xentlib.tools.harness.cases.CHUNKS", chunks)
     hold(nll.chunks, ("jax",), build(case, 7))
 
 

@@ -51,9 +51,11 @@ def test_16_bits_against_the_oracle(backend: str, dtype: str) -> None:
 @pytest.mark.torch
 @pytest.mark.jax
 @pytest.mark.slow
-def test_given_logits() -> None:
+@pytest.mark.parametrize("how", rows.KINDS, ids=str)
+def test_given_logits(how: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """A20, A21, A22, A24, and A14 of the first three: both backends beside one oracle, which takes
     half of the time."""
+    monkeypatch.setattr(rows, "KINDS", (how,))
     hold(rows.given, tuple(INSTALLED), Extent(7))
 
 

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
+from helpers.collected import collected
 from helpers.pairs import parameters
 from helpers.ranks import launch
 from xentlib.plan import Route, head_routes
@@ -106,7 +107,7 @@ def peaks(rank: int, world: int, cases: list[Held]) -> list[int]:
 
 @pytest.fixture(scope="module")
 def fullest(request: Any) -> dict[str, int]:
-    names = HELD if request.config.getoption("--full") else KEPT
+    names = collected(request, HELD)
     every = launch(WORLD, peaks, [HELD[name] for name in names], seconds=600)
     return dict(zip(names, (max(ranks) for ranks in zip(*every, strict=True)), strict=True))
 
