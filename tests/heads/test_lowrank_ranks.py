@@ -200,15 +200,17 @@ def own_tokens(rank: int) -> LowProblem:
     return p._replace(base=base.changed(upstream=1.0))
 
 
-def on_rank(rank: int, world: int, calls: list[tuple[str, str]]) -> dict[Any, Any]:
+def on_rank(
+    rank: int, world: int, calls: list[tuple[str, str]], frozen: list[tuple[str, str]]
+) -> dict[Any, Any]:
     found: dict[Any, Any] = {}
     for function, name in calls:
         p = low_problem(SHARDED["plain" if name == "padded" else name], R)
         found[function, name] = on_shards(rank, function, p, *[(80, 80)] * (name == "padded"))
     for function in FUNCTIONS:
         found[function, "FSDP2"] = under_fsdp(function, own_tokens(rank))
-        for way in FROZEN:
-            found[function, way, "bytes"] = largest_of(function, way)
+    for function, way in frozen:
+        found[function, way, "bytes"] = largest_of(function, way)
     found["PEFT"] = under_peft(rank)
     found["differing"] = differing(rank)
     return found
@@ -216,7 +218,8 @@ def on_rank(rank: int, world: int, calls: list[tuple[str, str]]) -> dict[Any, An
 
 @pytest.fixture(scope="module")
 def found(request: Any) -> list[dict[Any, Any]]:
-    return launch(2, on_rank, collected(request, product(FUNCTIONS, [*SHARDED, "padded"])))
+    calls = collected(request, product(FUNCTIONS, [*SHARDED, "padded"]))
+    return launch(2, on_rank, calls, collected(request, product(FUNCTIONS, FROZEN)))
 
 
 @pytest.mark.parametrize("name", [*SHARDED, "padded"])

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from itertools import product
 from typing import Any
 
 import numpy as np
 import pytest
 
+from helpers.collected import collected
 from helpers.ranks import launch
 from helpers.vocab_shards import CASES, PLAIN, V, held
 from xentlib.contract import check, failures
@@ -33,9 +35,12 @@ AUDITED = [(79, 78), (79, 78, 0)]
 
 
 @pytest.fixture(scope="module")
-def results() -> dict[tuple[Any, ...], Sharded]:
+def results(request: Any) -> dict[tuple[Any, ...], Sharded]:
     """Both functions, of every case, over every split, in one chunk and in several; some of them in
     audit mode too. One start of four ranks for all."""
+    splits = [sizes for _, sizes in SETUPS]
+    plain = collected(request, splits, test="test_shards_give_the_dense_answer")
+    audited = collected(request, AUDITED, test="test_audit_mode_does_not_know_of_shards")
     calls = {}
     for case in CASES:
         problem = build(case, 7)
@@ -44,10 +49,9 @@ def results() -> dict[tuple[Any, ...], Sharded]:
             ("chunked_logprobs", upstream_of(problem, 5)),
         ):
             for chunk in (None, 16):
-                for _, sizes in SETUPS:
-                    for audit in (False, True)[: 1 + (sizes in AUDITED)]:
-                        key = (case.id, function, sizes, chunk, audit)
-                        calls[key] = ShardedCall(function, problem, sizes, upstream, audit, chunk)
+                for audit, sizes in (*product([False], plain), *product([True], audited)):
+                    key = (case.id, function, sizes, chunk, audit)
+                    calls[key] = ShardedCall(function, problem, sizes, upstream, audit, chunk)
     return dict(zip(calls, run_calls("torch", list(calls.values()))))
 
 

@@ -57,8 +57,8 @@ def test_there_are_as_many_chunks_as_are_named(name: str, chunks: int) -> None:
 )
 @pytest.mark.parametrize(
     ("backend", "heads"),
-    [("torch", slice(None)), ("jax", slice(1)), ("jax", slice(1, None))],
-    ids=["torch", "jax", "jax-1"],
+    [("torch", slice(k, None, 4)) for k in range(4)] + [("jax", slice(k, None, 2)) for k in (0, 1)],
+    ids=[*(f"torch-{k}" for k in range(4)), "jax-0", "jax-1"],
 )
 def test_heads_that_stay_where_they_are(
     backend: str, heads: slice, chunks: tuple[int, ...], monkeypatch: Any
