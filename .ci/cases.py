@@ -1,6 +1,6 @@
 """Which cases `make test` runs: writes .ci/seconds.tsv, of build/seconds.tsv of a whole run.
 
-    python .ci/cases.py [--share 0.42]
+    python .ci/cases.py [--share 0.36]
 
 Each function has the same number of processor seconds in each backend, as many as the budget
 allows, and as many cases as that is of its own, but one at least: what is cheap runs whole, and
@@ -76,7 +76,7 @@ def cost(functions: Functions, kept: dict[str, int]) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--share", type=float, default=0.42, help="of the seconds of all cases")
+    parser.add_argument("--share", type=float, default=0.36, help="of the seconds of all cases")
     parser.add_argument("--seconds", type=Path, default=BUILD / "seconds.tsv")
     asked = parser.parse_args()
     functions = read(asked.seconds)

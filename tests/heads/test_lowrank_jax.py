@@ -110,16 +110,15 @@ def test_sixteen_bits(dtype: str, adapter: str) -> None:
 
 @pytest.mark.optimized
 @pytest.mark.parametrize("rank", [2, *(pytest.param(r, marks=pytest.mark.full) for r in (1, 8))])
-def test_chunks_do_not_show(rank: int) -> None:
+@pytest.mark.parametrize("function", [chunked_nll, chunked_logprobs])
+def test_chunks_do_not_show(rank: int, function: Any) -> None:
     """A10: per-token outputs and d hidden."""
     p, found = low_problem(replace(PLAIN, tokens=300), rank), []
     for chunk in (CHUNK, None):
-        for function in (chunked_nll, chunked_logprobs):
-            out, got = gradients(p, function, max_chunk_bytes=chunk, **entropy(function))
-            found.append((out.lse, out.logprobs, got["hidden"]))
-    for k, other in enumerate(found[2:]):
-        for one, x in zip(found[k % 2], other, strict=True):
-            held_to("A10", x, one)
+        out, got = gradients(p, function, max_chunk_bytes=chunk, **entropy(function))
+        found.append((out.lse, out.logprobs, got["hidden"]))
+    for one, x in zip(*found, strict=True):
+        held_to("A10", x, one)
 
 
 def entropy(function: Any) -> dict[str, Any]:

@@ -140,8 +140,10 @@ FUNCTIONS = {
 @pytest.mark.cpu  # row A10 is of CPUs
 @pytest.mark.optimized
 @pytest.mark.slow
+# A part of a chunk, one, four.
+@pytest.mark.parametrize("shape", [(1, 3), (2, 32), (13, 17)], ids=str)
 @pytest.mark.parametrize("name", ["nll", "given", pytest.param("logprobs", marks=pytest.mark.full)])
-def test_exported_for_any_number_of_tokens(name):
+def test_exported_for_any_number_of_tokens(name, shape):
     """A10: forward and backward of one exported program with symbolic [b, t] give the bits of each
     call by itself. Catches: a plan that needs N as a number, a chunk that N may not fill."""
     leaves, _ = arrays()
@@ -164,9 +166,9 @@ def test_exported_for_any_number_of_tokens(name):
         jax.ShapeDtypeStruct((*sizes, x.shape[1]), jnp.float32),
         jax.ShapeDtypeStruct(sizes, jnp.int32),
     )
-    for b, t in ((13, 17), (1, 3), (2, 32)):  # four chunks, a part of one, one
-        given = x[: b * t].reshape(b, t, -1), leaves[3][: b * t].reshape(b, t)
-        assert same(exported.call(*given), jax.jit(step)(*given))
+    b, t = shape
+    given = x[: b * t].reshape(b, t, -1), leaves[3][: b * t].reshape(b, t)
+    assert same(exported.call(*given), jax.jit(step)(*given))
 
 
 @pytest.mark.slow

@@ -62,8 +62,12 @@ def test_given_logits(backend: str, item: Any) -> None:
         [*CHUNK_CASES, CAPPED], [x.id for x in (*CHUNK_CASES, CAPPED) if x.id != "chunks-odd"]
     ),
 )
-def test_chunks_do_not_show(backend: str, case: Case) -> None:
+@pytest.mark.parametrize("chunks", [(8, 24, 64), (200,)], ids=str)
+def test_chunks_do_not_show(
+    backend: str, case: Case, chunks: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A10. Catches: a softcap's derivative from `torch.cosh`, whose bits follow the tail."""
+    monkeypatch.setattr("xentlib.tools.harness.cases.FEW_CHUNKS", chunks)
     hold(per_token.chunks, (backend,), build(case, 7))
 
 
