@@ -219,6 +219,6 @@ def training_sections(
     taught = partial(section, run_distillation, of_students)
     rows = ("A0", "A6", *(["A9"] if len(backends) == 2 else []), "curve")
     return [
-        Planned("training", steps, learnt, 0.65, rows),
-        Planned("distillation", of_students, taught, 1.3, rows),
+        Planned("training", steps, learnt, 2.1, rows),
+        Planned("distillation", of_students, taught, 5.0, rows),
     ]
