@@ -191,7 +191,7 @@ test: $(VENV)/test.stamp
 test-rest: $(VENV)/test.stamp
 	$(BIN)/pytest --cases rest $(PYTEST_ARGS)
 
-# Which cases those are, after a run of all of them on an idle machine, which takes some twenty minutes.
+# Which cases those are, after a run of all of them on an idle machine, which takes half an hour or more.
 cases: $(VENV)/test.stamp
 	$(BIN)/pytest $(PYTEST_ARGS)
 	$(BIN)/python .ci/cases.py
