@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from helpers.collected import collected
 from helpers.scripts import load
 from helpers.seconds import spread
 
@@ -45,6 +47,25 @@ def test_each_function_has_a_case_and_all_that_was_shown_is() -> None:
     functions["last"][2] = of(seconds=0.5)
     assert cases.kept_of(functions, 1.0) == kept | {"dear": 1, "last": 1}
     assert cases.cost(functions, kept) == 18 + 0.5 + 2.5 + 27
+
+
+def test_ranks_start_for_what_was_collected() -> None:
+    """Catches: cases of another module or function, keys in the order of the cases, a key of two
+    parameters that is taken for one."""
+
+    def case(path: str, test: str, **params: Any) -> Any:
+        spec = {"callspec": SimpleNamespace(params=params)} if params else {}
+        return SimpleNamespace(path=path, originalname=test, **spec)
+
+    items = [case("here", "one", name="c"), case("here", "two", name="a"), case("here", "none")]
+    items += [case("there", "one", name="b"), case("here", "pair", k=2, name="d", of=[])]
+    node, session = SimpleNamespace(path="here"), SimpleNamespace(items=items)
+    request = SimpleNamespace(node=node, session=session)
+    assert collected(request, "abcde") == ["a", "c", "d"]
+    assert collected(request, {"a": 1, "b": 2, "c": 3}, "b", test="one") == ["b", "c"]
+    items.append(case("here", "pair", k=1, name="a"))
+    assert collected(request, [(1, "a"), (1, "d"), (2, "d")]) == [(1, "a")]
+    assert collected(request, range(4)) == [1, 2]
 
 
 def test_a_folder_does_not_outgrow_its_number(
