@@ -159,7 +159,7 @@ def own_weights(
         return jnp.pad(weights, (0, columns - weights.size))
     padded = jnp.pad(weights, (0, columns))
     own: jax.Array = lax.dynamic_slice(padded, (shard.start,), (columns,))
-    return jnp.where(jnp.arange(columns) < shard.size, own, 0.0)
+    return jnp.where(jnp.arange(columns, dtype=jnp.int32) < shard.size, own, 0.0)
 
 
 def is_size(size: Any, number: int) -> bool:

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from fuzzing.draw import PERIOD
-from fuzzing.pairs import OF_LOGITS, Pair, draw
+from fuzzing.pairs import OF_LOGITS, Edge, Pair, draw
 from fuzzing.pairs_spread import (
     axis_of,
     dense,
@@ -33,9 +33,9 @@ class Meshed(NamedTuple):
     program: Any  # what calls that are compiled once have in common
 
 
-def meshed(seed: int, number: int) -> Meshed:
-    """Call `number` of a seed, an even one, and how it is spread."""
-    pair = flat(draw(seed, number))
+def meshed(seed: int, number: int, edge: Edge | None = None) -> Meshed:
+    """Call `number` of a seed, an even one, or of an edge by its options, and how it is spread."""
+    pair = flat(draw(seed, number, edge))
     rng = np.random.default_rng([seed, 8, number // PERIOD])
     teacher = pair.call.keywords.get("teacher")
     ways = ["shards", "data", "tokens"]
@@ -49,7 +49,7 @@ def meshed(seed: int, number: int) -> Meshed:
         pair = of_sums(pair)
     if (way != "shards" or not count) and "where" not in pair.call.keywords:
         pair = with_keywords(pair, where=np.ones(count, bool))
-    return Meshed(pair, way, shape, (seed, number // PERIOD))
+    return Meshed(pair, way, shape, (seed, number // PERIOD, edge))
 
 
 def padded(x: Any, dimension: int, parts: int) -> Any:

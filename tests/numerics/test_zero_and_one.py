@@ -3,6 +3,7 @@ full logits in float64."""
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import numpy as np
@@ -13,6 +14,7 @@ pytest.importorskip("torch")  # the other side of each
 from fuzzing import pairs_spread
 from fuzzing.pairs import SUBJECTS, Edge, draw
 from fuzzing.pairs_held import held, run_jax, run_torch
+from fuzzing.pairs_mesh import meshed, run_mesh
 from xentlib.tools.harness.ranks import run_ranks
 
 SEED, WORLD = 5, 3
@@ -61,6 +63,22 @@ def test_in_jax(of: tuple[str, str]) -> None:
         case = f"{name}, {of[0]} of {of[1]}"
         pair = draw(SEED, NUMBERS[case], EDGES[case])
         assert held("jax", pair, run_jax(pair)) == [], case
+
+
+@pytest.mark.cpu
+@pytest.mark.jax
+@pytest.mark.slow
+@pytest.mark.parametrize("of", OF, ids=" of ".join)
+def test_on_a_mesh(of: tuple[str, str]) -> None:
+    """Over up to four devices, most of whose shards have no class. Catches: a candidate out of a
+    shard's filling, where a token has all classes."""
+    pytest.importorskip("jax")
+    for name in IN_JAX:
+        edge = f"{name}, {of[0]} of {of[1]}"
+        cases = (meshed(SEED, n, EDGES[edge]) for n in itertools.count(NUMBERS[edge], len(EDGES)))
+        # Heads of two vocabularies are whole ones.
+        case = next(case for case in cases if "vocab" not in case.pair.call.keywords)
+        assert held("jax", case.pair, run_mesh(case)) == [], case.way
 
 
 @pytest.mark.cpu
