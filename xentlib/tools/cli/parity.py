@@ -56,6 +56,7 @@ def run(args: argparse.Namespace) -> int:
     requirements.prepare(backends, args.device)
     requirements.check_device(args.device, backends)
 
+    from xentlib.tools.parity.on_ranks import launch_ahead
     from xentlib.tools.parity.progress import Pace, progress_on
     from xentlib.tools.parity.report.document import DATA, to_json
     from xentlib.tools.parity.report.summary import print_table
@@ -85,6 +86,7 @@ def run(args: argparse.Namespace) -> int:
         if section.name in done:
             pace.done(section.name, section.seconds)
     files = _Files(args.out, {*done})
+    launch_ahead(part for part in plan if part.name not in done)
     try:
         with progress_on(sys.stderr, pace) as progress:
             for part in plan:

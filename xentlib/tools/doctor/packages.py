@@ -66,7 +66,7 @@ PACKAGES = (
         steps=("torch", "torch.cuda:is_available", "xentlib.torch"),
     ),
     Package(
-        *("jax", "jax", "backends", "jax", "xentlib.jax", ("0.10.2", "0.11.1")),
+        *("jax", "jax", "backends", "jax", "xentlib.jax", ("0.10.2", "0.12.0.1")),
         steps=("jax", "xentlib.jax", "jax:devices"),
     ),
     Package("triton", "triton", "kernels", "", "programs for NVIDIA GPUs", ("3.9.0",)),

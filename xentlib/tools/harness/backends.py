@@ -65,16 +65,16 @@ class Call(NamedTuple):
         """The function of a backend, of these arguments as that backend has them."""
         leaves, function = dict(leaves), getattr(ours, self.function)
         if TEACHER in leaves:  # a leaf, so that it may be spread as the student's is
-            weight = leaves.pop(TEACHER)
-            teacher = keywords["teacher"]._replace(weight=constant(weight))
-            keywords = {**keywords, "teacher": teacher}
+            array, teacher = constant(leaves.pop(TEACHER)), keywords["teacher"]
+            name = "logits" if isinstance(teacher, TeacherLogits) else "weight"
+            keywords = {**keywords, "teacher": teacher._replace(**{name: array})}
         if self.function == "vocab_parallel_divergence":
             out = function(**leaves, **keywords)
             return Outcome(None, out.num_tokens, out.weight_sum, divergence=out.loss)
         return function(**leaves, labels=labels, **keywords)
 
 
-TEACHER = "teacher_weight"
+TEACHER = "teacher_array"
 
 
 def constant(x: Any) -> Any:
@@ -253,12 +253,24 @@ def run_divergence(
 
 
 def run_given_divergence(
-    backend: str, logits: Array, teacher: Array, upstream: Array, **options: Any
+    backend: str, logits: Array, teacher: Array, upstream: Array, wrap: Wrap = None, **options: Any
 ) -> Outcome:
     """`vocab_parallel_divergence` of `backend`, and its gradient for each token's `upstream`."""
     keywords = {**options, "teacher": TeacherLogits(teacher)}
-    call = Call("vocab_parallel_divergence", {"logits": logits}, np.zeros(0, np.int32), keywords)
-    return outcome_of(backend, call, {"divergence": upstream})
+    leaves: dict[str, Array | None] = {"logits": logits, TEACHER: teacher}
+    call = Call("vocab_parallel_divergence", leaves, np.zeros(0, np.int32), keywords)
+    return outcome_of(backend, call, {"divergence": upstream}, wrap)
+
+
+def run_given_pair(
+    backend: str, problem: Problem, upstream: Upstream, **how: Unpack[How]
+) -> Outcome:
+    """The same of a problem whose weight and teacher's weight are the logits transposed; tokens
+    have the upstream gradient of log-probabilities."""
+    assert problem.teacher is not None
+    logits, teacher = (np.ascontiguousarray(x.T) for x in (problem.weight, problem.teacher.weight))
+    of_tokens, options = np.asarray(upstream.d_logprobs), problem.options | _options(problem, **how)
+    return run_given_divergence(backend, logits, teacher, of_tokens, how.get("wrap"), **options)
 
 
 def _options(

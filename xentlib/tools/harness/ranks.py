@@ -19,6 +19,7 @@ from xentlib.tools.harness.backends import (
     run,
     run_divergence,
     run_given,
+    run_given_pair,
     run_logprobs,
 )
 from xentlib.tools.harness.problems import Problem, Upstream
@@ -39,6 +40,7 @@ RUN: dict[str, Callable[..., Outcome]] = {
     "chunked_logprobs": run_logprobs,
     "vocab_parallel_logprobs": run_given,
     "chunked_divergence": run_divergence,
+    "vocab_parallel_divergence": run_given_pair,
 }
 
 
@@ -228,8 +230,10 @@ def _jax_call(call: ShardedCall) -> Sharded:
 
     def wrap(function: Any, leaves: int) -> Any:
         of_weight = P(*[None] * call.problem.vocab_axis, "vocab")
-        specs = (P(), of_weight, P("vocab")) if leaves > 1 else P(None, "vocab")
-        if call.problem.teacher is not None:  # its weight is the last leaf
+        specs: Any = (P(), of_weight, P("vocab")) if leaves > 1 else P(None, "vocab")
+        if call.function == "vocab_parallel_divergence":
+            specs = (P(None, "vocab"),) * 2
+        elif call.problem.teacher is not None:  # its weight is the last leaf
             specs = (*specs, P("vocab"))
         return jax.jit(jax.shard_map(function, mesh=mesh, in_specs=specs, out_specs=P()))
 

@@ -31,8 +31,8 @@ class Progress:
 class Planned(NamedTuple):
     """A section that is to be run: `run(progress, slowness)`, the second as `Pace` has it.
 
-    `step_seconds` are those of a step, of all backends, on two idle cores: four fifths of what they
-    took of a quick run of 673 s. The sections that are done put right what is wrong of all.
+    `step_seconds` are those of a step, of all backends, on two idle cores: 0.64 of what they took of
+    a quick run of 404 s. The sections that are done put right what is wrong of all.
     """
 
     name: str
@@ -40,6 +40,7 @@ class Planned(NamedTuple):
     run: Callable[[Progress, float], Section]
     step_seconds: float = 0.5
     rows: tuple[str, ...] = ()  # of the contract, those it measures
+    ahead: Callable[[], Callable[[], None]] | None = None  # of ranks, `OnRanks.ahead`
 
     def section(self, progress: Progress, slowness: float = 1.0) -> Section:
         """What it finds. What stops it is an error of it alone: the others are run."""

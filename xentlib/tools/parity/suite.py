@@ -16,6 +16,7 @@ from xentlib.tools.harness.cases import AUDIT, BASE, CONFIDENT, logit_sets, low_
 from xentlib.tools.harness.device import contract_settings, forget_programs, on_device
 from xentlib.tools.harness.findings import Findings
 from xentlib.tools.harness.problems import Case, Problem, build
+from xentlib.tools.parity.on_ranks import OnRanks
 from xentlib.tools.parity.progress import Planned, Progress
 from xentlib.tools.parity.result import Section
 from xentlib.tools.parity.rows import (
@@ -38,7 +39,6 @@ BETWEEN_BACKENDS = (
     *(nll.audit, per_token.audit, windows.audit),
     *(divergences.audit, classes.of_classes.audit, soft.soft.audit),
 )
-ON_RANKS = (sharded.sharded, collectives.collectives, invariant.shards)
 # Ends of names of sections about rows A10 and A17, which are of CPUs: a GPU's library of products
 # chooses a program by the number of tokens.
 OF_CPUS = ("chunk sizes", "batch invariance")
@@ -60,104 +60,127 @@ def operator_sections(
     full, few, extent = suite == "full", suite == "quick", [cases.Extent(seed, suite)]
     seeds, audit_seeds = (range(seed, seed + (count if full else 1)) for count in (3, 5))
     grid = {"quick": cases.QUICK_GRID, "standard": cases.GRID, "full": cases.FULL_GRID}[suite]
-    low_grid = grid[:3] if few else grid
+    low_grid = grid[:1] if few else grid
     fp32, bf16 = _problems(grid, seeds), _problems(low_precision(low_grid), seeds)
     fp16 = _problems(low_precision(low_grid, "float16"), seeds)
     base = _problems((BASE,), [seed])
-    chunks = _problems(cases.CHUNK_CASES[-2:] if few else cases.CHUNK_CASES, [seed])
-    two, options = _problems((BASE, CONFIDENT), seeds), _problems((cases.WITH_OPTIONS,), [seed])
-    audit = _problems(AUDIT[8:13] if few else AUDIT, audit_seeds)
-    logits = logit_sets(seed, *(("gaps-2", "gaps-31", "offset") if few else ()))
+    # Of few the two functions have one each: of 16 bits, and of float32 with options.
+    chunks, batches = (
+        _problems(x, [seed]) for x in (cases.CHUNK_CASES, (invariant.BATCH, invariant.BATCH_LOW))
+    )
+    of_nll, of_tokens = (slice(-1, None), slice(-2, -1)) if few else (slice(None), slice(None))
+    repeats = base if few else base + _problems((cases.WITH_OPTIONS,), [seed])
+    two = base if few else _problems((BASE, CONFIDENT), seeds)
+    audit = _problems(
+        named(AUDIT, "audit-5", "audit-9", "audit-fp16-options") if few else AUDIT, audit_seeds
+    )
+    logits = logit_sets(seed, *(("gaps-31", "offset") if few else ()))
+    gaps = logits[: 1 if few else None]
     # For per-token outputs: one of each standard deviation, with options and without.
-    four = _problems(named(AUDIT, "audit-0", "audit-1", "audit-2", "audit-3"), [seed])
-    batches = _problems((invariant.BATCH, invariant.BATCH_LOW), [seed])
-    nll_batches, per_token_batches = (
+    four = named(AUDIT, "audit-0", "audit-1", "audit-2", "audit-3")[: 2 if few else None]
+    company_of_nll, company_of_tokens = batches[of_nll], batches[of_tokens]
+    token_chunks = partial(per_token.chunks, few=few)
+    nll_batches, token_batches = (
         partial(invariant.batches, rows, few=few) for rows in (nll, per_token)
     )
-    # Of nine each kind once, with other sizes, options or distances.
-    of_kinds = slice(0, None, 4 if few else 1)
+    # Of nine each kind once, with other sizes and options.
     of_divergence, close = (
-        _problems(x[of_kinds], [seed]) for x in (divergences.GRID, divergences.CLOSE)
+        _problems(x, [seed])
+        for x in (divergences.GRID[:: 4 if few else 1], divergences.CLOSE[8 if few else 0 :])
     )
-    repeated = of_divergence if few else of_divergence[::4]
-    low_divergence = _problems(low_precision(divergences.GRID[of_kinds]), [seed])
+    repeated = of_divergence[:1] if few else of_divergence[::4]
+    low_divergence = _problems(
+        low_precision(divergences.GRID[4:5] if few else divergences.GRID), [seed]
+    )
     tempered = _problems(named(divergences.GRID, "tempered-forward_kl"), [seed])
     company = _problems((divergences.BATCH,), [seed])
+    divergence_chunks = partial(divergences.divergences.chunks, few=few)
     of_batches = partial(divergences.batches, divergences.divergences, few=few)
-    of_classes, kept = classes.of_classes, _problems(classes.GRID[: 3 if few else None], [seed])
+    of_classes, kept = classes.of_classes, _problems(classes.GRID, [seed])
+    both, audited_kept = kept[2:3], kept[1:4]  # a kept set and further classes, with options
+    kept, audited_kept = (both, both) if few else (kept, audited_kept)
     low_classes, mutated = (
         _problems(x, [seed])
-        for x in (low_precision(classes.GRID[2 if few else 0 : 4]), (classes.MUTATED,))
+        for x in (low_precision(classes.GRID[2:3] if few else classes.GRID[:4]), (classes.MUTATED,))
     )
     (batch,) = _problems((classes.BATCH,), [seed])
     class_batches = partial(invariant.batches, of_classes, few=few)
     of_soft, soft_batch = (_problems(x, [seed]) for x in (soft.GRID, (soft.BATCH,)))
+    one_soft, two_soft = of_soft[2:3], of_soft[1:3]  # all classes and a few, with options
+    of_soft, soft_chunks = two_soft if few else of_soft, partial(soft.soft.chunks, few=few)
     low_soft, soft_mutated = (
-        _problems(x, [seed]) for x in (low_precision(soft.GRID[1:3]), (soft.MUTATED,))
+        _problems(x, [seed])
+        for x in (low_precision(soft.GRID[1 : 2 if few else 3]), (soft.MUTATED,))
     )
     soft_batches = partial(invariant.batches, soft.soft, few=few)
     sections: list[Rows] = [
-        ("fp32 against the oracle", "A0 A2 A5 A6 A9 A26", 1.8, fp32, nll.against_oracle),
-        ("bf16 against the oracle", "A7 A8 A9 A19", 1.7, bf16, nll.against_oracle),
-        ("fp16 against the oracle", "A8 A9 A16 A19", 1.9, fp16, nll.against_oracle),
-        ("audit mode, bit for bit", "A1", 1.6, audit, nll.audit),
-        ("log-probabilities of given logits", "A3 A4", 1.2, logits, nll.logits),
-        ("chunk sizes", "A10", 6.7, chunks, nll.chunks),
-        ("run to run", "A11", 1.5, base + options, nll.repeat),
-        ("windows of micro-batches", "A0 A2 A12 A14", 4.3, two, windows.windows),
-        ("mutants", "A14", 1.4, base, mutants.nll_mutants),
-        ("per-token outputs, fp32", "A0 A5 A6 A9", 1.3, fp32, per_token.against_oracle),
-        ("per-token outputs, bf16", "A7 A9 A19", 2.3, bf16, per_token.against_oracle),
-        ("per-token outputs, fp16", "A9 A16 A19", 2.0, fp16, per_token.against_oracle),
-        ("per-token outputs of given logits", "A3 A4", 1.3, logits, per_token.logits),
-        ("per-token outputs, chunk sizes", "A10", 4.7, chunks, per_token.chunks),
-        ("per-token outputs, run to run", "A11", 1.6, base, per_token.repeat),
-        ("per-token outputs, mutants", "A14", 0.3, base, mutants.per_token_mutants),
+        ("fp32 against the oracle", "A0 A2 A5 A6 A9 A26", 2.6, fp32, nll.against_oracle),
+        ("bf16 against the oracle", "A7 A8 A9 A19", 2.4, bf16, nll.against_oracle),
+        ("fp16 against the oracle", "A8 A9 A16 A19", 2.3, fp16, nll.against_oracle),
+        ("audit mode, bit for bit", "A1", 2.2, audit, nll.audit),
+        ("log-probabilities of given logits", "A3 A4", 1.8, logits, nll.logits),
+        ("chunk sizes", "A10", 3.9, chunks[of_nll], partial(nll.chunks, few=few)),
+        ("run to run", "A11", 2.0, repeats, nll.repeat),
+        ("windows of micro-batches", "A0 A2 A12 A14", 5.8, two, windows.windows),
+        ("mutants", "A14", 7.6, base, mutants.nll_mutants),
+        ("per-token outputs, fp32", "A0 A5 A6 A9", 2.3, fp32, per_token.against_oracle),
+        ("per-token outputs, bf16", "A7 A9 A19", 2.8, bf16, per_token.against_oracle),
+        ("per-token outputs, fp16", "A9 A16 A19", 3.1, fp16, per_token.against_oracle),
+        ("per-token outputs of given logits", "A3 A4", 1.4, gaps, per_token.logits),
+        ("per-token outputs, chunk sizes", "A10", 5.7, chunks[of_tokens], token_chunks),
+        ("per-token outputs, run to run", "A11", 3.3, base, per_token.repeat),
+        ("per-token outputs, mutants", "A14", 4.0, base, mutants.per_token_mutants),
         (
             "divergences, fp32",
             "A0 A5 A6 A9 A23 A24",
-            2.9,
+            3.1,
             of_divergence,
             divergences.against_oracle,
         ),
-        ("divergences, bf16", "A7 A9 A19", 2.8, low_divergence, divergences.against_oracle),
-        ("divergences of given logits", "A14 A20 A21 A22 A24", 10.0, extent, divergences.given),
-        ("divergences of close heads in bf16", "A25", 2.8, close, divergences.close_heads),
-        ("divergences, chunk sizes", "A10", 5.4, of_divergence[:1], divergences.divergences.chunks),
+        ("divergences, bf16", "A7 A9 A19", 2.1, low_divergence, divergences.against_oracle),
+        ("divergences of given logits", "A14 A20 A21 A22 A24", 6.9, extent, divergences.given),
+        ("divergences of close heads in bf16", "A25", 2.4, close, divergences.close_heads),
+        (
+            "divergences, chunk sizes",
+            "A10",
+            2.3,
+            of_divergence[:1],
+            divergence_chunks,
+        ),
         (
             "divergences, run to run",
             "A11",
-            2.8,
+            3.1,
             repeated,
             divergences.divergences.repeat,
         ),
-        ("divergences, batch invariance", "A17", 13.0, company, of_batches),
-        ("divergences, mutants", "A14", 4.6, tempered, divergences.mutants),
-        ("classes of a token, fp32", "A0 A5 A6 A9", 4.5, kept, of_classes.against_oracle),
-        ("classes of a token, bf16", "A7 A9 A19", 3.9, low_classes, of_classes.against_oracle),
-        ("classes of a token of given logits", "A0 A3 A4", 3.3, logits, classes.given),
-        ("classes of a token, chunk sizes", "A10", 8.1, kept[2:3], of_classes.chunks),
-        ("classes of a token, run to run", "A11", 4.4, kept[2:3], of_classes.repeat),
-        ("classes of a token, mutants", "A14", 4.9, mutated, classes.mutants),
-        ("classes of a token, batch invariance", "A14 A17", 11.0, [batch], class_batches),
-        ("class probabilities, fp32", "A0 A2 A5 A6 A9", 3.3, of_soft, soft.soft.against_oracle),
-        ("class probabilities, bf16", "A7 A8 A9 A19", 2.7, low_soft, soft.soft.against_oracle),
-        ("class probabilities of given logits", "A0 A3 A4", 2.1, logits, soft.given),
-        ("class probabilities, chunk sizes", "A10", 11.0, of_soft[2:3], soft.soft.chunks),
-        ("class probabilities, run to run", "A11", 0.1, of_soft[2:3], soft.soft.repeat),
-        ("class probabilities, mutants", "A14", 3.7, soft_mutated, soft.mutants),
-        ("class probabilities, batch invariance", "A14 A17", 7.9, soft_batch, soft_batches),
-        ("vocabularies over ranks", "A1 A6 A10 A13 A14", 45.0, extent, sharded.sharded),
-        ("batch invariance", "A14 A17", 4.5, batches, nll_batches),
-        ("per-token outputs, batch invariance", "A14 A17", 5.0, batches, per_token_batches),
-        ("parts of a vocabulary in one process", "A18", 8.7, [seed], parts.parts),
-        ("shard invariance", "A14 A18", 67.0, extent, invariant.shards),
-        ("collectives", "A14 A15", 22.0, extent, collectives.collectives),
-        ("per-token outputs in audit mode", "A1", 1.7, four, per_token.audit),
-        ("classes of a token in audit mode", "A1", 3.6, kept[1:4], of_classes.audit),
-        ("class probabilities in audit mode", "A1", 2.3, of_soft[1:3], soft.soft.audit),
-        ("divergences in audit mode", "A1", 2.8, low_divergence, divergences.audit),
-        ("windows in audit mode", "A1", 4.8, two, windows.audit),
+        ("divergences, batch invariance", "A17", 7.7, company, of_batches),
+        ("divergences, mutants", "A14", 3.5, tempered, divergences.mutants),
+        ("classes of a token, fp32", "A0 A5 A6 A9", 3.7, kept, of_classes.against_oracle),
+        ("classes of a token, bf16", "A7 A9 A19", 3.3, low_classes, of_classes.against_oracle),
+        ("classes of a token of given logits", "A0 A3 A4", 3.0, gaps, classes.given),
+        ("classes of a token, chunk sizes", "A10", 3.4, both, partial(of_classes.chunks, few=few)),
+        ("classes of a token, run to run", "A11", 3.8, both, of_classes.repeat),
+        ("classes of a token, mutants", "A14", 3.8, mutated, classes.mutants),
+        ("classes of a token, batch invariance", "A14 A17", 6.6, [batch], class_batches),
+        ("class probabilities, fp32", "A0 A2 A5 A6 A9", 2.5, of_soft, soft.soft.against_oracle),
+        ("class probabilities, bf16", "A7 A8 A9 A19", 2.8, low_soft, soft.soft.against_oracle),
+        ("class probabilities of given logits", "A0 A3 A4", 1.9, gaps, soft.given),
+        ("class probabilities, chunk sizes", "A10", 3.0, one_soft, soft_chunks),
+        ("class probabilities, run to run", "A11", 1.9, one_soft, soft.soft.repeat),
+        ("class probabilities, mutants", "A14", 3.2, soft_mutated, soft.mutants),
+        ("class probabilities, batch invariance", "A14 A17", 5.2, soft_batch, soft_batches),
+        ("vocabularies over ranks", "A1 A6 A10 A13 A14 A20 A22 A24", 9.1, extent, sharded.sharded),
+        ("batch invariance", "A14 A17", 4.1, company_of_nll, nll_batches),
+        ("per-token outputs, batch invariance", "A14 A17", 4.1, company_of_tokens, token_batches),
+        ("parts of a vocabulary in one process", "A18", 9.2, [seed], parts.parts),
+        ("shard invariance", "A14 A18", 11.0, extent, invariant.shards),
+        ("collectives", "A14 A15", 0.1, extent, collectives.collectives),
+        ("per-token outputs in audit mode", "A1", 1.5, _problems(four, [seed]), per_token.audit),
+        ("classes of a token in audit mode", "A1", 2.5, audited_kept, of_classes.audit),
+        ("class probabilities in audit mode", "A1", 1.9, two_soft, soft.soft.audit),
+        ("divergences in audit mode", "A1", 2.0, low_divergence, divergences.audit),
+        ("windows in audit mode", "A1", 3.6, two, windows.audit),
     ]
     return _planned(sections, backends, device)
 
@@ -204,11 +227,14 @@ def _planned(sections: list[Rows], backends: tuple[str, ...], device: str) -> li
         return tuple(row for row in rows.split() if len(backends) == 2 or row != "A9")
 
     return [
-        Planned(section[0], len(items), partial(run, section), seconds, measured(rows))
+        Planned(
+            *(name, len(items), partial(run, section), seconds, measured(rows)),
+            partial(measure.ahead, backends, *items) if isinstance(measure, OnRanks) else None,
+        )
         for section in sections
         for name, rows, seconds, items, measure in [section]
         if (len(backends) == 2 or measure not in BETWEEN_BACKENDS)
-        and (device == "cpu" or not (measure in ON_RANKS or name.endswith(OF_CPUS)))
+        and (device == "cpu" or not (isinstance(measure, OnRanks) or name.endswith(OF_CPUS)))
     ]
 
 

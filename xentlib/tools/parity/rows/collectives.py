@@ -18,6 +18,7 @@ from xentlib.plan import VocabShard
 from xentlib.tools.harness.cases import Extent
 from xentlib.tools.harness.findings import Findings
 from xentlib.tools.harness.ranks import WORLD, run_ranks, start_gloo
+from xentlib.tools.parity.on_ranks import OnRanks
 
 # 2048 tokens are 1, 7 or 64 chunks to the one: of 2048, 320, which is a multiple of 64, and 32. Of
 # 255 classes four ranks have 64, or 63, which are 1, 7 or 64 blocks.
@@ -98,42 +99,53 @@ class Count(NamedTuple):
         return -(-tokens // multiple) * multiple * columns * 4
 
 
-def collectives(findings: Findings, extent: Extent) -> None:
-    """Every head, in 1 and 7 chunks, or in 7 alone; in the full suite in 64 too, and under ZeRO-3
-    where DeepSpeed is installed, which compiles an operator the first time."""
-    suite = extent.suite
+def counts_of(runs: str, suite: str) -> list[Count]:
+    """Every head, in 1 and 7 chunks, or in 7 alone; in the full suite in 64 too."""
     chunks = {"quick": FEW_CHUNKS[1:], "standard": FEW_CHUNKS, "full": CHUNKS}[suite]
-    for backend in findings.backends:
-        _measure(findings, backend, backend, chunks)
-    if "torch" in findings.backends and suite == "full" and find_spec("deepspeed"):
+    return [
+        Count(budget, number, valid)
+        for number in chunks
+        for budget, tokens in HEADS[runs].items()
+        for valid in tokens
+    ]
+
+
+def launch(backend: str, extent: Extent, slowness: float) -> dict[str, Any]:
+    """Of each run of the backend's; in the full suite ZeRO-3 has one where DeepSpeed is installed,
+    which compiles an operator the first time."""
+    environments: dict[str, dict[str, str]] = {backend: {}}
+    if backend == "torch" and extent.suite == "full" and find_spec("deepspeed"):
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             port = str(free.getsockname()[1])
         # DeepSpeed looks for ninja, which is beside the interpreter.
         path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
         where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "DS_ACCELERATOR": "cpu"}
-        _measure(findings, "torch", "zero", chunks, PATH=path, **where)
-
-
-def _measure(
-    findings: Findings, backend: str, runs: str, chunks: tuple[int, ...], **environment: str
-) -> None:
-    counts = [
-        Count(budget, number, valid)
-        for number in chunks
-        for budget, tokens in HEADS[runs].items()
-        for valid in tokens
-    ]
-    work = {"torch": torch_rank, "zero": zero_rank, "jax": jax_rank}[runs]
-    world = 1 if runs == "jax" else WORLD
-    of_ranks = run_ranks(runs, work, counts, world, findings.slowness, environment=environment)
-    for k, count in enumerate(counts):
-        phases = tuple([rank[k][phase] for rank in of_ranks] for phase in (0, 1))
-        findings.measurements += check_budget(
-            count.budget, *phases, rounds=count.rounds, backend=backend, case=count.text
+        environments["zero"] = {"PATH": path, **where}
+    work = {"torch": torch_rank, "zero": zero_rank, "jax": jax_rank}
+    return {
+        runs: run_ranks(
+            *(runs, work[runs], counts_of(runs, extent.suite)),
+            *(1 if runs == "jax" else WORLD, slowness),
+            environment=environment,
         )
-        if count.chunks == 7:
-            _reject(findings, backend, count, *phases)
+        for runs, environment in environments.items()
+    }
+
+
+def measure(findings: Findings, extent: Extent, of_backends: dict[str, dict[str, Any]]) -> None:
+    for backend, of_runs in of_backends.items():
+        for runs, of_ranks in of_runs.items():
+            for k, count in enumerate(counts_of(runs, extent.suite)):
+                phases = tuple([rank[k][phase] for rank in of_ranks] for phase in (0, 1))
+                findings.measurements += check_budget(
+                    count.budget, *phases, rounds=count.rounds, backend=backend, case=count.text
+                )
+                if count.chunks == 7:
+                    _reject(findings, backend, count, *phases)
+
+
+collectives = OnRanks(launch, measure)
 
 
 Counts = list[dict[str, int]]  # of each rank

@@ -4,6 +4,7 @@ a vocabulary is cut into."""
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from itertools import chain
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -14,7 +15,8 @@ from xentlib.tools.harness.cases import Extent
 from xentlib.tools.harness.device import nothing_read
 from xentlib.tools.harness.findings import Findings
 from xentlib.tools.harness.problems import Case, Problem, build, logits_problem, upstream_of
-from xentlib.tools.harness.ranks import ShardedCall, run_calls
+from xentlib.tools.harness.ranks import Sharded, ShardedCall, run_calls
+from xentlib.tools.parity.on_ranks import OnRanks
 from xentlib.tools.parity.rows.defects import DEFECTS, moved
 from xentlib.tools.parity.rows.head import OF_TOKENS, HeadRows, same
 
@@ -110,7 +112,8 @@ def companies(
     kept = rng.random(count) < 0.5
     yield of_kept(company("beside masked tokens", every, masked(problem, ~kept)), kept)
     size = -(-count // 4)
-    for start in (*range(0, count - size, size), count - size):
+    # In JAX a program, as "three alone" is.
+    for start in () if few and jax else (*range(0, count - size, size), count - size):
         yield company(f"in a micro-batch of {size}", every[start : start + size])
     # Among their own kind, so that most of a tile, a chunk or a call is padding.
     yield company("three alone", rng.choice(counted, 3, replace=False))
@@ -161,7 +164,8 @@ def even(vocab: int, ranks: int) -> tuple[int, ...]:
 
 def shard_calls(backend: str, extent: Extent) -> list[list[ShardedCall]]:
     """Lists of calls that are to give the same bits, the first over one shard."""
-    seed, worlds = extent.seed, FEW_WORLDS if extent.few else WORLDS
+    seed, few, jax = extent.seed, extent.few, backend == "jax"
+    worlds = FEW_WORLDS if few else WORLDS
     head, low = build(SHARDS, seed), build(SHARDS_LOW, seed)
     upstream, given = upstream_of(head, SEED), given_problem(head)
     every = [
@@ -170,19 +174,20 @@ def shard_calls(backend: str, extent: Extent) -> list[list[ShardedCall]]:
         ("chunked_nll", low, None),
         ("vocab_parallel_logprobs", given, upstream),
     ]
-    every += [("chunked_divergence", build(case, seed), None) for case in DIVERGENCES]
+    diverging = DIVERGENCES[1:] if few else DIVERGENCES
+    every += [("chunked_divergence", build(case, seed), None) for case in diverging]
     classes = build(CLASSES, seed)
     every.append(("chunked_logprobs", classes, upstream_of(classes, SEED)))
     lists = []
     for function, problem, gradient in every:
         vocab = problem.weight.shape[problem.vocab_axis]
         cuts = [even(vocab, ranks) for ranks in worlds]
-        cuts += [blocks(vocab, UNEVEN[ranks]) for ranks in worlds] if backend == "torch" else []
+        cuts += [] if jax else [blocks(vocab, UNEVEN[ranks]) for ranks in worlds]
         # In JAX each is a program: several chunks where the others are one.
         ways = [(sizes, 64 if k % 2 else None) for k, sizes in enumerate(cuts)]
-        if backend == "torch" and problem is not given:
+        if not jax and problem is not given:
             ways += [(sizes, None if chunk else 64) for sizes, chunk in ways]
-        ways = [((vocab,), None), *ways]
+        ways = ways[1:] if jax and few else [((vocab,), None), *ways]
         of = (function, problem)
         lists.append([ShardedCall(*of, sizes, gradient, False, chunk) for sizes, chunk in ways])
     return lists
@@ -195,13 +200,15 @@ def given_problem(problem: Problem) -> Problem:
     return own.changed(where=problem.where, options=problem.options)
 
 
-def shards(findings: Findings, extent: Extent) -> None:
-    """A18: over one to eight shards, and without any."""
+def launch(backend: str, extent: Extent, slowness: float) -> list[Sharded]:
+    return run_calls(backend, [*chain(*shard_calls(backend, extent))], slowness)
+
+
+def measure(findings: Findings, extent: Extent, of_ranks: dict[str, list[Sharded]]) -> None:
+    """A18: over one to eight shards, or of JAX a few, and without any."""
     for backend in findings.backends:
-        lists = shard_calls(backend, extent)
-        calls = [call for of_one in lists for call in of_one]
-        outcomes = iter(run_calls(backend, calls, findings.slowness))
-        for of_one in lists:
+        outcomes = iter(of_ranks[backend])
+        for of_one in shard_calls(backend, extent):
             one, *others = [next(outcomes).outcome for _ in of_one]
             first, *rest = of_one
             whole = dense(first, backend)
@@ -212,7 +219,11 @@ def shards(findings: Findings, extent: Extent) -> None:
                 same(findings, "A18", got, one, names=OF_SHARDS, backend=backend, case=case)
             if first.function in ("chunked_nll", "vocab_parallel_logprobs"):
                 name = f"outputs of {first.function}"
-                reject(findings, "A18", backend, first.problem, one, rest[1].sizes, name)
+                sizes = even(sum(first.sizes), FEW_WORLDS[1])
+                reject(findings, "A18", backend, first.problem, one, sizes, name)
+
+
+shards = OnRanks(launch, measure)
 
 
 def dense(call: ShardedCall, backend: str) -> Outcome:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
+from itertools import chain, islice
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -19,6 +21,8 @@ from xentlib.tools.harness.problems import (
     upstream_of,
 )
 from xentlib.tools.harness.ranks import Sharded, ShardedCall, run_calls
+from xentlib.tools.parity.on_ranks import OnRanks
+from xentlib.tools.parity.rows import divergences
 from xentlib.tools.parity.rows.head import OF_TOKENS, same
 from xentlib.tools.parity.rows.mutants import answers, array_mutants
 
@@ -45,7 +49,9 @@ def calls_for(seed: int, audit: bool, *, few: bool = False) -> list[ShardedCall]
     """Both functions of a head over every split, in one chunk and in several; given logits. If
     `few`, over three shards, and over two and an empty one."""
     calls = []
-    names = ("three", "two and an empty one") if few else tuple(splits(1))
+    names: Sequence[str] = tuple(splits(1))
+    if few:  # in audit mode the empty one alone
+        names = ("three", "two and an empty one")[audit:]
     of_logits = ("three",) if few else ("two", "three", "four")
     for case, chunk in ((EVEN, None), (UNEVEN, 64), *(((LOW, 64),) if audit else ())):
         problem = build(case, seed)
@@ -53,7 +59,7 @@ def calls_for(seed: int, audit: bool, *, few: bool = False) -> list[ShardedCall]
             for function, upstream in functions(problem):
                 if case is not (EVEN if upstream else UNEVEN):
                     calls.append(ShardedCall(function, problem, sizes, upstream, audit, chunk))
-    for text, logits, labels in logit_sets(seed, "gaps-31", "gaps-1000"):
+    for text, logits, labels in logit_sets(seed, "gaps-31", *([] if few else ["gaps-1000"])):
         problem, sizes_of = logits_problem(logits, labels, text), splits(logits.shape[1])
         calls += [
             ShardedCall(GIVEN, problem, sizes_of[name], upstream_of(problem, SEED), audit)
@@ -89,16 +95,35 @@ def chunked(
         same(findings, "A10", ours, one, over_shards, names, backend=backend, case=case)
 
 
-def sharded(findings: Findings, extent: Extent) -> None:
-    """A10 and A13 of each backend; A1 of one against the other, and of shards against no shards."""
+class Calls(NamedTuple):
+    """Of a section, by the rows that they are for."""
+
+    cut: list[ShardedCall]  # A10
+    diverging: list[ShardedCall]  # A20
+    plain: list[ShardedCall]  # A13
+    exact: list[ShardedCall]  # A1
+
+
+def calls_of(backend: str, extent: Extent) -> Calls:
     seed, few = extent.seed, extent.few
-    calls, exact = calls_for(seed, False, few=few), calls_for(seed, True, few=few)
+    cut, diverging = chunked_calls(backend, seed, few=few), divergences.shard_calls(extent)
+    return Calls(cut, diverging, *(calls_for(seed, audit, few=few) for audit in (False, True)))
+
+
+def launch(backend: str, extent: Extent, slowness: float) -> list[Sharded]:
+    return run_calls(backend, [*chain(*calls_of(backend, extent))], slowness)
+
+
+def measure(findings: Findings, extent: Extent, of_ranks: dict[str, list[Sharded]]) -> None:
+    """A10, A13 and A20 of each backend; A1 of one against the other, and of shards against no
+    shards."""
     audits = {}
     for backend in findings.backends:
-        cut = chunked_calls(backend, seed, few=few)
-        results = run_calls(backend, [*cut, *calls, *exact], findings.slowness)
-        chunked(findings, backend, cut, results[: len(cut)])
-        results = results[len(cut) :]
+        cut, diverging, calls, exact = calls_of(backend, extent)
+        every = iter(of_ranks[backend])
+        chunked(findings, backend, cut, [*islice(every, len(cut))])
+        divergences.over_shards(findings, backend, diverging, [*islice(every, len(diverging))])
+        results = [*every]
         for call, result in zip(calls, results):
             _measure(findings, backend, call, result)
         _mutants(findings, backend, calls[0], results[0].outcome)
@@ -113,6 +138,9 @@ def sharded(findings: Findings, extent: Extent) -> None:
                 dense = call.run(backend, chunk_tokens=None)
                 details = {"backend": backend, "case": _text(call)}
                 same(findings, "A1", outcome, dense, over_shards, **details)
+
+
+sharded = OnRanks(launch, measure)
 
 
 def _text(call: ShardedCall) -> str:
