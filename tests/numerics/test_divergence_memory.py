@@ -93,7 +93,9 @@ def test_peak_is_the_formula_of_the_plan(backend: str, call: Any) -> None:
     measured = MEASURES[backend](sizes, dtype, gradient=gradient, **how)
     rows = plan.block_tokens(block_bytes("cpu")) if backend == "torch" else 0
     block = rows * vocab * plan.compute_itemsize
-    assert near_plan(measured, expected, block), f"{measured} bytes, the plan says {expected}"
+    copied = vocab * max(hidden, width) if backend == "jax" and dtype == "bfloat16" else 0
+    near = near_plan(measured, expected, block, copied)
+    assert near, f"{measured} bytes, the plan says {expected}"
 
 
 @pytest.mark.slow

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from helpers.given_logits import given_in, make, oracle
+from helpers.near_plan import newer_jax
 from helpers.pairs import every_pair
 from xentlib.contract import check, failures
 from xentlib.plan import given_peak_bytes
@@ -57,7 +58,8 @@ def of_jax(call: Any, shape: tuple[int, ...], dtype: str, gradient: bool) -> tup
 def near_plan(backend: str, measured: int, shape: tuple[int, ...], dtype: str, **how: Any) -> bool:
     tokens = int(np.prod(shape[:-1]))
     expected = given_peak_bytes(tokens, shape[-1], backend=backend, dtype=dtype, **how)
-    return abs(measured / expected - 1) <= CLOSE
+    copied = tokens * shape[-1] if backend == "jax" and dtype == "bfloat16" and newer_jax() else 0
+    return (1 - CLOSE) * (expected - 4 * copied) <= measured <= (1 + CLOSE) * expected
 
 
 SHAPES = ((4, 128, 32003), (4096, 8192), (6000, 512))

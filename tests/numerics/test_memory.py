@@ -106,7 +106,9 @@ def test_peak_is_the_formula_of_the_plan(backend: str, call: Any) -> None:
     measured = MEASURES[backend](function, tokens, hidden, vocab, dtype, gradient=gradient)
     rows = plan.block_tokens(block_bytes("cpu")) if backend == "torch" else 0
     block = rows * vocab * plan.compute_itemsize
-    assert near_plan(measured, expected, block), f"{measured} bytes, the plan says {expected}"
+    copied = vocab * hidden if backend == "jax" and dtype == "bfloat16" else 0
+    near = near_plan(measured, expected, block, copied)
+    assert near, f"{measured} bytes, the plan says {expected}"
 
 
 CLASSES = tuple((name, number) for name in ("kept", "ids") for number in (80, 900, 2000))

@@ -227,7 +227,8 @@ MUTANTS: dict[str, tuple[Any, dict[str, Any], set[str], set[str]]] = {
         {"A20", "A21", "A22", "A24"},
     ),
     "the same, clamped at 0": (
-        lambda s, t: rounded_lse(s, t).clamp(min=0),
+        # `clamp` has no gradient at 0 from torch 2.15 on.
+        lambda s, t: torch.where((x := rounded_lse(s, t)) < 0, 0.0, x),
         {},
         {*BOTH, "gradient of equal logits"},
         {"A20", "A21", "A22", "A24"},
@@ -381,6 +382,6 @@ def test_arguments_of_a_function_that_nobody_can_tell() -> None:
         def __call__(self, s: Any, t: Any) -> Any:
             return right(s, t)
 
-    with pytest.raises(TypeError):
+    with pytest.raises((TypeError, ValueError)):  # the second from Python 3.13 on
         inspect.signature(Opaque())
     assert found_of(Opaque()).passed

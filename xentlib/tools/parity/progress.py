@@ -31,7 +31,7 @@ class Progress:
 class Planned(NamedTuple):
     """A section that is to be run: `run(progress, slowness)`, the second as `Pace` has it.
 
-    `step_seconds` are those of a step, of all backends, on two idle cores: 0.64 of what they took of
+    `step_seconds` are those of a step, of all backends, on two idle cores: 0.64 of those in
     a quick run of 404 s. The sections that are done put right what is wrong of all.
     """
 
