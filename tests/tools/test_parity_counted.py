@@ -9,8 +9,9 @@ import pytest
 
 from xentlib.budgets import BUDGETS
 from xentlib.plan import head_routes, plan_chunks
+from xentlib.tools.harness.cases import Extent
 from xentlib.tools.harness.findings import Findings
-from xentlib.tools.harness.ranks import WORLD
+from xentlib.tools.harness.ranks import WORLD, run_ranks
 from xentlib.tools.parity.rows import collectives
 from xentlib.tools.parity.rows.collectives import CHUNKS, FEW_CHUNKS, HEADS, Count, H, N, V
 
@@ -71,7 +72,10 @@ def test_heads_that_stay_where_they_are(
     stay = dict([*stay.items()][heads])
     monkeypatch.setitem(HEADS, backend, stay)
     findings = Findings((backend,), 1.0)
-    collectives._measure(findings, backend, backend, chunks)
+    extent = Extent(suite="full" if chunks == CHUNKS else "standard")
+    rank, world = getattr(collectives, f"{backend}_rank"), WORLD if backend == "torch" else 1
+    of_ranks = run_ranks(backend, rank, collectives.counts_of(backend, extent.suite), world)
+    collectives.measure(findings, extent, {backend: {backend: of_ranks}})
     found = findings.measurements
     assert [m for m in found if not m.passed] == []
     assert sum(m.row == "A15" for m in found) == len(chunks) * len(stay)
