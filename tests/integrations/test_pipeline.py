@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -190,15 +191,22 @@ def hurried(rank: int, world: int) -> tuple[dict[str, str], list[float]]:
     """What each says, and the losses of a schedule that has none inserted."""
     said = {}
     for what in SAID:
-        with pytest.raises((ValueError, TypeError, AttributeError)) as error:
-            hurried_step(rank, what)
-        said[what] = str(error.value)
-    return said, [x.item() for x in hurried_step(rank, "no losses")]
+        group = torch.distributed.new_group()  # what is under way in another one is left there
+        try:
+            hurried_step(rank, what, group)
+        except (ValueError, TypeError, AttributeError) as error:
+            said[what] = str(error)
+        # PyTorch 2.15 raises when what it sent has been received: in a program that ends, as here,
+        # the other rank closes the connection.
+        torch.distributed.destroy_process_group(group)
+        del group
+        gc.collect()
+    group = torch.distributed.new_group()
+    return said, [x.item() for x in hurried_step(rank, "no losses", group)]
 
 
-def hurried_step(rank: int, what: str) -> list[Any]:
+def hurried_step(rank: int, what: str, group: torch.distributed.ProcessGroup) -> list[Any]:
     setup, page = Setup(stages=1), stages.shown()
-    group = torch.distributed.new_group()  # what is under way in another one is left there
     parts, head = stages.whole_model(2)
     rows = head.detach().split(stages.sizes_of(2))[rank].clone()
     rows = rows[:-1] if what == "few rows" else rows

@@ -111,7 +111,8 @@ def test_what_is_no_log_probability(backend: str, name: str, tail: str) -> None:
 
 
 def test_a_token_without_a_class(backend: str) -> None:
-    """D3, A10: refused; in a program no token, as with `where`."""
+    """D3, A10: refused; in a program no token, as with `where`. Catches: no entropies, or those of
+    the K classes."""
     ids = IDS.copy()
     ids[[2, 7]] = -1
     with pytest.raises(ValueError, match=r"of `teacher`: `ids` must hold a class .* got 2 tokens"):
@@ -120,7 +121,13 @@ def test_a_token_without_a_class(backend: str) -> None:
     assert out[1] == N - 2
     some = np.setdiff1d(np.arange(N), [2, 7])
     exact_value, exact_gradient = exact(IDS, LOG_Q, "forward_kl", "class")
+    z = HIDDEN.astype(np.float64) @ WEIGHT.T
+    log_p = z - np.log(np.exp(z).sum(1, keepdims=True))
     pairs = [(out[0], exact_value[some].mean()), (gradient[some], exact_gradient[some] / (N - 2))]
+    pairs += [
+        (out[4][some], exact_value[some]),
+        (out[6][some], -(np.exp(log_p) * log_p).sum(1)[some]),
+    ]
     for got, right in pairs:
         assert not failures(check("A9", got, right, metrics=("rho / u",)))
     for none in (out[4][[2, 7]], out[6][[2, 7]], gradient[[2, 7]]):

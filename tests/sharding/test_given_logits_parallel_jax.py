@@ -93,6 +93,43 @@ def test_a_shard_made_from_the_axis_index(check_vma: bool) -> None:
     of_dense(call, without_padding(got, classes), in_jax)
 
 
+@pytest.mark.jax
+@pytest.mark.parametrize(("kind", "beta"), [("reverse_kl", None), ("jsd", 0.3)])
+def test_divergences_over_a_shard_made_from_the_axis_index(kind: Any, beta: Any) -> None:
+    """A13, M9. Catches: padding of the teacher's, or of the student's, as classes."""
+    jax = pytest.importorskip("jax")
+    from xentlib.jax import TeacherLogits, vocab_parallel_divergence
+
+    both = [make(columns=10, seed=seed).logits.astype(np.float32) for seed in (0, 1)]
+    padded, classes = zip(*(laid_out(x, ((5, 3), (5, 3))) for x in both), strict=True)
+
+    def step(student: Any, teacher: Any, shard: Any = None) -> Any:
+        axis = None if shard is None else "tp"
+
+        def loss(z: Any) -> Any:
+            out = vocab_parallel_divergence(
+                *(z, TeacherLogits(teacher)), kind=kind, beta=beta, vocab_parallel=axis, shard=shard
+            )
+            return out.loss.sum(), out.loss
+
+        return jax.grad(loss, has_aux=True)(student)
+
+    def spread(student: Any, teacher: Any) -> Any:
+        columns, whole = jax.sharding.PartitionSpec(None, "tp"), jax.sharding.PartitionSpec()
+        inside = jax.shard_map(
+            lambda a, b: step(a, b, axis_shard()),
+            mesh=jax.sharding.Mesh(np.array(jax.devices()[:2]), ("tp",)),
+            in_specs=columns,
+            out_specs=(columns, whole),
+        )
+        return inside(student, teacher)
+
+    (gradient, value), (right, of_whole) = jax.jit(spread)(*padded), step(*both)
+    assert not failures(check("A9", value, of_whole, metrics=("rho / u",)))
+    assert not failures(check("A9", gradient[:, classes[0]], right, metrics=("rho / u",)))
+    assert not np.delete(gradient, classes[0], axis=1).any()
+
+
 @pytest.mark.slow
 @pytest.mark.jax
 def test_two_readings_of_the_same_logits() -> None:
