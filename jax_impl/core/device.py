@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from xentlib.algebra import BLOCK_COLUMNS
 from xentlib.plan import CPU_COLUMN_MULTIPLE, GPU_COLUMN_MULTIPLE, default_chunk_bytes
 
 
@@ -39,6 +40,10 @@ class DeviceInfo(NamedTuple):
     # V = 981 by another kernel than V = 1024: three logits in four had other bits, and their
     # log-probabilities other ones over shards (row A18).
     column_multiple: int = 1
+    # Logits of a chunk lie in memory class by class, and blocks of classes are reduced over that
+    # leading axis. A TPU that reduces blocks along a row's lanes copies the chunk to the other
+    # order and back: 80 bytes a logit of a loss with its gradients, not 28.
+    classes_lead: bool = False
 
 
 KINDS = {
@@ -51,6 +56,7 @@ KINDS = {
         column_multiple=CPU_COLUMN_MULTIPLE,
     ),
     "gpu": DeviceInfo(least_rows=1, adds_in_order=False, column_multiple=GPU_COLUMN_MULTIPLE),
+    "tpu": DeviceInfo(least_rows=1, column_multiple=BLOCK_COLUMNS, classes_lead=True),
 }
 ANOTHER = DeviceInfo(least_rows=1)
 

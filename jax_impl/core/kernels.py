@@ -57,6 +57,7 @@ class Logits(NamedTuple):
     # Columns of the largest, -1 for none, as numbers of the dtype, and their logits: the same
     top_TK: jax.Array | None = None
     z_top_TK: jax.Array | None = None
+    of_all_TV: jax.Array | None = None  # without the -inf of `taken_TV`, where classes lead
 
 
 class XLA(NamedTuple):
@@ -94,8 +95,7 @@ class XLA(NamedTuple):
         if rows.more is not None and of.more is not None:
             dz_TV = dz_TV.at[at_columns(rows.more.columns)].add(of.more, mode="drop")
         if logits.derivative_TV is not None:
-            own_T1 = jnp.take_along_axis(logits.derivative_TV, rows.y_T1, axis=1, mode="clip")
-            dz_y_T = dz_y_T * own_T1[:, 0]
+            dz_y_T = dz_y_T * at_targets(rows, logits.derivative_TV)
         here_T = rows.valid_T if rows.owned_T is None else rows.valid_T & rows.owned_T
         dz_y_T = jnp.where(here_T, dz_y_T, 0.0)
         dz_TV, sums_V = self.chained(
@@ -138,7 +138,7 @@ class XLA(NamedTuple):
         taken_TV = is_target(rows, z_TV)
         if shape.padded_from is not None:
             taken_TV |= lax.broadcasted_iota(jnp.int32, z_TV.shape, 1) >= shape.padded_from
-        z_y = jnp.take_along_axis(z_TV, rows.y_T1, axis=1, mode="clip")[:, 0]
+        z_y = at_targets(rows, z_TV)
         z_more, top, z_top, taken = None, None, None, []
         if rows.more is not None:
             z_more = jnp.take_along_axis(z_TV, rows.more.columns, axis=1, mode="clip")
@@ -149,13 +149,14 @@ class XLA(NamedTuple):
             top = top.astype(z_TV.dtype)
         for columns in taken:
             z_TV = z_TV.at[at_columns(columns)].set(-jnp.inf, mode="drop")
-        z_TV = jnp.where(taken_TV, -jnp.inf, z_TV)
-        return Logits(z_TV, taken_TV, z_y, derivative_TV, z_more, top, z_top)
+        others_TV = jnp.where(taken_TV, -jnp.inf, z_TV)
+        of_all = z_TV if device_info().classes_lead else None
+        return Logits(others_TV, taken_TV, z_y, derivative_TV, z_more, top, z_top, of_all)
 
     def rest_stats(self, logits: Logits, wanted: WantedStats) -> BlockStats:
         """Step 4. Sums are relative to a block's own maximum, so its largest terms are exact."""
-        z_TV, sum_d = logits.z_TV, None
-        m_Tb, top = by_blocks(z_TV, lax.max, -jnp.inf), None
+        z_TV, z, sum_d = logits.z_TV, rest_in_blocks(logits), None
+        m_Tb, top = by_blocks(z, lax.max, -jnp.inf), None
         if wanted.smoothing:
             # Barriers, or XLA makes one maximum and one sum of a row, 4 bytes a logit each.
             m_T1 = lax.optimization_barrier(m_Tb).max(axis=1, keepdims=True)
@@ -169,20 +170,17 @@ class XLA(NamedTuple):
                 sum_d = lax.optimization_barrier(blocks_Tb).sum(axis=1)
         m_Tb = jnp.where(m_Tb == -jnp.inf, 0.0, m_Tb)  # no other column, or none above -inf
         # As wide as the logits, whose memory exp(d) can take then.
-        m_TV = jnp.repeat(m_Tb, BLOCK_COLUMNS, axis=1)[:, : z_TV.shape[1]]
+        m = of_columns(m_Tb, z_TV.shape[1])
         if wanted.predicted:
             column_TV = lax.broadcasted_iota(jnp.int32, z_TV.shape, 1).astype(z_TV.dtype)
-            top = by_blocks(jnp.where(z_TV < m_TV, jnp.inf, column_TV), lax.min, jnp.inf).T
-        d_TV = z_TV - m_TV
-        e_TV = exp(d_TV)
+            column = in_blocks(column_TV, jnp.inf)
+            top = by_blocks(jnp.where(z < m, jnp.inf, column), lax.min, jnp.inf).T
+        d = z - m
+        e = exp(d)
         sum_ed = None
         if wanted.entropy:
-            sum_ed = by_blocks(e_TV * jnp.maximum(d_TV, FLOOR), lax.add, 0.0).T
-        everything = by_blocks(e_TV, lax.add, 0.0)
-        if device_info().stores_exp:
-            # Two sums one after the other, so that the fractions can take the place of e.
-            everything, e_TV = lax.optimization_barrier((everything, e_TV))
-        s = by_blocks(e_TV - jnp.floor(e_TV), lax.add, 0.0)
+            sum_ed = by_blocks(e * jnp.maximum(d, FLOOR), lax.add, 0.0).T
+        everything, s = two_sums(e)
         ones = jnp.round(everything - s)
         return BlockStats(m_Tb.T, ones.T, s.T, sum_ed, top, sum_d)
 
@@ -207,29 +205,80 @@ def is_target(rows: LogitsBlock, like_TV: jax.Array) -> jax.Array:
     return lax.broadcasted_iota(jnp.int32, like_TV.shape, 1) == rows.y_T1
 
 
+def at_targets(rows: LogitsBlock, x_TV: jax.Array) -> jax.Array:
+    """[T] of each row's target; where that is on another device, of no meaning."""
+    if device_info().classes_lead:  # no gather, whose operand would be an array of its own
+        only: jax.Array = jnp.where(is_target(rows, x_TV), x_TV, 0.0).sum(axis=1)
+        return only
+    return jnp.take_along_axis(x_TV, rows.y_T1, axis=1, mode="clip")[:, 0]
+
+
 def at_columns(columns: jax.Array) -> tuple[jax.Array, jax.Array]:
     """An index of [T, V], of further classes."""
     return jnp.arange(columns.shape[0], dtype=jnp.int32)[:, None], columns
 
 
-def by_blocks(x_TV: jax.Array, add: Callable[[Any, Any], Any], nothing: float) -> jax.Array:
-    """[T, blocks]: the columns of each block added, or compared.
+def in_blocks(x_TV: jax.Array, nothing: float) -> jax.Array:
+    """What `by_blocks` reduces: [blocks, BLOCK_COLUMNS, T] where classes lead, else as it is."""
+    if not device_info().classes_lead:
+        return x_TV
+    fill = (0, 0), (0, -x_TV.shape[1] % BLOCK_COLUMNS)
+    x_TV = jnp.pad(x_TV, fill, constant_values=nothing)
+    return x_TV.T.reshape(-1, BLOCK_COLUMNS, x_TV.shape[0])
+
+
+def rest_in_blocks(logits: Logits) -> jax.Array:
+    """Where classes lead, each sum makes the -inf on the way: an array of them is 8 bytes a logit,
+    and a chunk."""
+    if logits.of_all_TV is None:
+        return in_blocks(logits.z_TV, -jnp.inf)
+    taken = in_blocks(logits.taken_TV, True)
+    return jnp.where(taken, -jnp.inf, in_blocks(logits.of_all_TV, -jnp.inf))
+
+
+def by_blocks(x: jax.Array, add: Callable[[Any, Any], Any], nothing: float) -> jax.Array:
+    """[T, blocks]: the columns of each block added, or compared; of [T, V] or of `in_blocks`.
 
     On a CPU window by window, in the order of the columns: XLA's own sum has another order for
     fewer than 32 sums, and a V that is no multiple would cost a copy.
     """
-    fill = (0, 0), (0, -x_TV.shape[1] % BLOCK_COLUMNS)
-    window, start = (1, BLOCK_COLUMNS), np.array(nothing, x_TV.dtype)
-    if x_TV.shape[1] == 1:  # whose window XLA takes for as many columns as it has: 128 times x
-        alone: jax.Array = add(start, x_TV)
+    start = np.array(nothing, x.dtype)
+    if device_info().classes_lead:
+        x = in_blocks(x, nothing) if x.ndim == 2 else x
+        leading: jax.Array = lax.reduce(x, start, add, (1,))
+        return leading.T
+    fill, window = ((0, 0), (0, -x.shape[1] % BLOCK_COLUMNS)), (1, BLOCK_COLUMNS)
+    if x.shape[1] == 1:  # whose window XLA takes for as many columns as it has: 128 times x
+        alone: jax.Array = add(start, x)
         return alone
     if device_info().adds_windows:
-        of_windows: jax.Array = lax.reduce_window(x_TV, start, add, window, window, fill)
+        of_windows: jax.Array = lax.reduce_window(x, start, add, window, window, fill)
         return of_windows
-    x_TV = jnp.pad(x_TV, fill, constant_values=nothing)
-    by_block = x_TV.reshape(x_TV.shape[0], -1, BLOCK_COLUMNS)
+    x = jnp.pad(x, fill, constant_values=nothing)
+    by_block = x.reshape(x.shape[0], -1, BLOCK_COLUMNS)
     of_blocks: jax.Array = lax.reduce(by_block, start, add, (2,))
     return of_blocks
+
+
+def two_sums(e: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """[T, blocks] of e = exp(z - m), and of its fractions."""
+    if device_info().classes_lead:  # in one pass
+        zero = np.array(0.0, e.dtype)
+        terms, zeros = (e, e - jnp.floor(e)), (zero, zero)
+        sums = lax.reduce(terms, zeros, lambda a, b: (a[0] + b[0], a[1] + b[1]), (1,))
+        return sums[0].T, sums[1].T
+    everything = by_blocks(e, lax.add, 0.0)
+    if device_info().stores_exp:
+        # Two sums one after the other, so that the fractions can take the place of e.
+        everything, e = lax.optimization_barrier((everything, e))
+    return everything, by_blocks(e - jnp.floor(e), lax.add, 0.0)
+
+
+def of_columns(x_Tb: jax.Array, columns: int) -> jax.Array:
+    """What each block has, at each of its columns, in the shape of `blocked`."""
+    if device_info().classes_lead:
+        return x_Tb.T[:, None, :]
+    return jnp.repeat(x_Tb, BLOCK_COLUMNS, axis=1)[:, :columns]
 
 
 def runnable() -> dict[str, type[XLA]]:

@@ -186,7 +186,11 @@ def logits_of(logits: ChunkedLogits, index: jax.Array) -> Chunk:
     if logits.operand is None:
         z_TV = x_TH.astype(compute)
     else:
-        z_TV = contract(x_TH, logits.operand, 1, logits.axes[1], compute)
+        if device_info().classes_lead:
+            z_VT = contract(logits.operand, x_TH, logits.axes[1], 1, compute)
+            z_TV = lax.optimization_barrier(z_VT).T
+        else:
+            z_TV = contract(x_TH, logits.operand, 1, logits.axes[1], compute)
         if logits.low is not None:
             activations = activations_of(logits.low, x_TH, rows_T)
             z_TV = add_logits(logits.low, z_TV, activations)

@@ -34,7 +34,8 @@ pytestmark = [
 
 import jax.numpy as jnp  # noqa: E402
 
-from helpers.gpu_hlo import Instruction, Program, compiled_for_h200  # noqa: E402
+from helpers.gpu_hlo import compiled_for_h200  # noqa: E402
+from helpers.instructions import Instruction, Program  # noqa: E402
 from xentlib.jax import chunked_logprobs, chunked_nll  # noqa: E402
 from xentlib.jax.core.gradients import LABEL_GROUP  # noqa: E402
 

@@ -1,0 +1,150 @@
+"""What a TPU's program does otherwise in JAX, computed on this device and held to the same rows:
+classes lead in memory, the head is filled up to whole blocks, targets are taken out by a sum.
+
+What XLA makes of it for a TPU is what `make tpu` prints.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from helpers.measured import SMALL, by_id, hold
+from xentlib.contract import check, failures
+from xentlib.tools.harness.cases import CHUNK_CASES, WITH_OPTIONS, low_precision, named
+from xentlib.tools.harness.findings import Findings
+from xentlib.tools.harness.problems import build
+from xentlib.tools.parity.rows.head import nll, per_token
+
+jax = pytest.importorskip("jax")
+pytestmark = [pytest.mark.jax, pytest.mark.cpu]
+
+import xentlib.jax as ours  # noqa: E402
+from xentlib.jax.core import device  # noqa: E402
+
+CASES = named(SMALL, "base", "options", "class-weights", "kernel-layout", "one-class")
+CPU = device.KINDS["cpu"]
+
+
+@pytest.fixture
+def as_on_a_tpu(monkeypatch: Any) -> Any:
+    """Its traits, but for those of products on a CPU: the rows and entries of a chunk."""
+    more = {"least_rows": CPU.least_rows, "least_entries": CPU.least_entries, "scatters_wide": True}
+    monkeypatch.setattr(device, "KINDS", {"cpu": device.KINDS["tpu"]._replace(**more)})
+    jax.clear_caches()
+    yield
+    jax.clear_caches()
+
+
+@pytest.mark.usefixtures("as_on_a_tpu")
+@pytest.mark.parametrize("case", [*CASES, *low_precision(named(CASES, "options"))], ids=by_id)
+def test_against_the_oracle(case: Any) -> None:
+    """A0, A2, A5 to A8. Catches: a target that is not taken out, columns of the filling, a block
+    whose classes are another's."""
+    hold(nll.against_oracle, ("jax",), build(case, 7))
+
+
+@pytest.mark.usefixtures("as_on_a_tpu")
+def test_per_token_against_the_oracle() -> None:
+    """A0, A4, A5, A6 of `chunked_logprobs`."""
+    hold(per_token.against_oracle, ("jax",), build(WITH_OPTIONS, 7))
+
+
+@pytest.mark.usefixtures("as_on_a_tpu")
+def test_chunks_do_not_show(monkeypatch: Any) -> None:
+    """A10, of operands that are multiples of 1/4, whose products are exact: our sums decide. Not of
+    entropy, whose terms this device's compiler multiplies and adds in one, in some lanes."""
+    monkeypatch.setattr("xentlib.tools.harness.cases.CHUNKS", (8, 200))
+    problem = build(CHUNK_CASES[0], 7)
+    exact = {x: np.round(4 * getattr(problem, x)) / 4 for x in ("hidden", "weight", "bias")}
+    findings = Findings(("jax",))
+    nll.chunks(findings, replace(problem, **exact))
+    held = [x for x in findings.measurements if x.quantity != "entropy"]
+    assert {x.quantity for x in held} > {"logprobs", "d hidden"}
+    assert not failures(held)
+
+
+# --- the other functions, against this device's own program --------------------------------------
+
+N, H, V = 70, 24, 301
+RNG = np.random.default_rng(3)
+HIDDEN, WEIGHT = (RNG.standard_normal(x).astype(np.float32) for x in ((N, H), (V, H)))
+OTHER = (WEIGHT + 0.3 * RNG.standard_normal((V, H))).astype(np.float32)
+LABELS = np.where(np.arange(N) % 7 == 3, -100, RNG.integers(0, V, N)).astype(np.int32)
+IDS = np.argsort(RNG.random((N, V)), axis=1)[:, :4].astype(np.int32)
+KEPT = np.concatenate([LABELS[:, None], np.where(LABELS[:, None] == IDS, -1, IDS)], axis=1)
+PROBS = RNG.dirichlet(np.ones(V), N).astype(np.float32)
+CAPPED: dict[str, Any] = {"softcap": 3.0, "max_chunk_bytes": 64 * V * 4}
+
+
+def further(h: Any, w: Any) -> Any:
+    out = ours.chunked_logprobs(h, w, LABELS, kept=KEPT, ids=KEPT[:, 1:3], entropy=True, **CAPPED)
+    return out.ids_logprobs.sum() + out.entropy.sum()
+
+
+def most_probable(h: Any, w: Any) -> Any:
+    return ours.chunked_logprobs(h, w, LABELS, top_k=3, **CAPPED).top_logprobs.sum()
+
+
+def divergence(kind: str) -> Any:
+    def loss(h: Any, w: Any) -> Any:
+        return ours.chunked_divergence(
+            h,
+            w,
+            ours.TeacherHead(HIDDEN, OTHER),
+            kind=kind,
+            labels=LABELS,
+            nll_weight=0.5,
+            **CAPPED,
+        ).loss
+
+    return loss
+
+
+def probabilities(h: Any, w: Any) -> Any:
+    return ours.chunked_nll(h, w, PROBS, **CAPPED).loss
+
+
+def smoothed(h: Any, w: Any) -> Any:
+    outputs = ("predicted", "entropy", "correct")
+    out = ours.chunked_nll(h, w, LABELS, label_smoothing=0.1, outputs=outputs, **CAPPED)
+    return out.loss, (out.predicted, out.correct, out.entropy)
+
+
+FUNCTIONS = {
+    "further classes": further,
+    "top_k": most_probable,
+    "reverse_kl": divergence("reverse_kl"),
+    "forward_kl": divergence("forward_kl"),
+    "class probabilities": probabilities,
+    "smoothed": smoothed,
+}
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_the_other_functions(name: str, request: Any) -> None:
+    step = jax.value_and_grad(FUNCTIONS[name], (0, 1), has_aux=name == "smoothed")
+    here = jax.jit(step)(HIDDEN, WEIGHT)
+    request.getfixturevalue("as_on_a_tpu")
+    there = jax.jit(step)(HIDDEN, WEIGHT)
+    for got, right in zip(jax.tree.leaves(there), jax.tree.leaves(here), strict=True):
+        assert not failures(check("A9", got, right, metrics=("rho / u",)))
+
+
+@pytest.mark.usefixtures("as_on_a_tpu")
+def test_the_program_is_the_tpus() -> None:
+    """Catches: this device's traits, a gather of targets from logits, a head that each chunk fills
+    up."""
+    step = jax.value_and_grad(lambda h, w: ours.chunked_nll(h, w, LABELS).loss, (0, 1))
+    text = jax.jit(step).lower(HIDDEN, WEIGHT).as_text()
+    columns = V + -V % 128
+    products = re.findall(r"stablehlo.dot_general.*-> tensor<(\d+)x(\d+)xf32>", text)
+    assert [a for a, b in products if int(a) == columns and int(b) != H]
+    assert not [a for a, b in products if int(b) == columns]
+    gathered = re.findall(r'stablehlo.gather".*: \(tensor<([\dx]+)xf32>', text)
+    heads = f"{columns}x{H}", f"{H}x{columns}"  # of which rows are taken
+    assert not [x for x in gathered if str(columns) in x.split("x") and x not in heads]
