@@ -238,7 +238,7 @@ gpu:
 hlo: $(HLO_ENV)/hlo.stamp
 	$(HLO_ENV)/bin/python -m pytest -m hlo tests/kernels/test_hlo_jax.py
 
-# libtpu says nothing of the devices that it compiles for, so any of its releases that this JAX takes will do.
+# The compiler of JAX for TPUs, which needs none of them. Not the newest: a table holds for one compiler.
 build/libtpu/.stamp: Makefile
 	@mkdir -p build
 	@$(BIN)/python -m pip install -qq --disable-pip-version-check --no-deps --upgrade --target build/libtpu 'libtpu==0.0.42.*'

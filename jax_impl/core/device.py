@@ -42,7 +42,7 @@ class DeviceInfo(NamedTuple):
     column_multiple: int = 1
     # Logits of a chunk lie in memory class by class, and blocks of classes are reduced over that
     # leading axis. A TPU that reduces blocks along a row's lanes copies the chunk to the other
-    # order and back: 80 bytes a logit of a loss with its gradients, not 28.
+    # order and back: 80 bytes a logit of a loss with its gradients, not 24.
     classes_lead: bool = False
 
 

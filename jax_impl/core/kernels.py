@@ -222,9 +222,10 @@ def in_blocks(x_TV: jax.Array, nothing: float) -> jax.Array:
     """What `by_blocks` reduces: [blocks, BLOCK_COLUMNS, T] where classes lead, else as it is."""
     if not device_info().classes_lead:
         return x_TV
-    fill = (0, 0), (0, -x_TV.shape[1] % BLOCK_COLUMNS)
+    rows, columns = x_TV.shape
+    fill = (0, 0), (0, -columns % BLOCK_COLUMNS)
     x_TV = jnp.pad(x_TV, fill, constant_values=nothing)
-    return x_TV.T.reshape(-1, BLOCK_COLUMNS, x_TV.shape[0])
+    return x_TV.T.reshape(-(-columns // BLOCK_COLUMNS), BLOCK_COLUMNS, rows)
 
 
 def rest_in_blocks(logits: Logits) -> jax.Array:
@@ -275,7 +276,7 @@ def two_sums(e: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 
 def of_columns(x_Tb: jax.Array, columns: int) -> jax.Array:
-    """What each block has, at each of its columns, in the shape of `blocked`."""
+    """What each block has, at each of its columns, in the shape of `in_blocks`."""
     if device_info().classes_lead:
         return x_Tb.T[:, None, :]
     return jnp.repeat(x_Tb, BLOCK_COLUMNS, axis=1)[:, :columns]

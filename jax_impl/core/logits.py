@@ -188,7 +188,7 @@ def logits_of(logits: ChunkedLogits, index: jax.Array) -> Chunk:
     else:
         if device_info().classes_lead:
             z_VT = contract(logits.operand, x_TH, logits.axes[1], 1, compute)
-            z_TV = lax.optimization_barrier(z_VT).T
+            z_TV = lax.optimization_barrier(z_VT).T  # or XLA swaps the operands back
         else:
             z_TV = contract(x_TH, logits.operand, 1, logits.axes[1], compute)
         if logits.low is not None:
