@@ -90,7 +90,8 @@ def logprobs(options: dict[str, Any]) -> Any:
 def divergence(options: dict[str, Any]) -> Any:
     def loss(h: Any, w: Any, y: Any) -> Any:
         del y
-        teacher = ours.TeacherHead(jax.lax.stop_gradient(h), jax.lax.stop_gradient(w))
+        layout = options["weight_layout"]
+        teacher = ours.TeacherHead(*jax.lax.stop_gradient((h, w)), weight_layout=layout)
         return ours.chunked_divergence(h * 2, w, teacher, kind="reverse_kl", **options).loss
 
     return loss
@@ -103,17 +104,6 @@ def kept_sets(options: dict[str, Any]) -> Any:
         classes = (y[:, None] + jnp.arange(64)) % 1024
         out = ours.chunked_logprobs(h, w, y, kept=classes, ids=classes[:, :8], **options)
         return out.ids_logprobs.sum()
-
-    return loss
-
-
-def class_probabilities(options: dict[str, Any]) -> Any:
-    def loss(h: Any, w: Any, y: Any) -> Any:
-        classes = w.shape[1 if options["weight_layout"] == "HV" else 0]
-        even = jnp.full((h.shape[0], classes), 1 / classes, h.dtype) + 0 * y[:, None].astype(
-            h.dtype
-        )
-        return ours.chunked_nll(h, w, even, **options).loss
 
     return loss
 
@@ -180,6 +170,7 @@ def in_shards(options: dict[str, Any]) -> Any:
     )
 
 
+SOFT = "class probabilities"  # in place of labels
 CALLS = {
     "nll": gradients(nll),
     "nll alone": nll,
@@ -187,7 +178,7 @@ CALLS = {
     "logprobs alone": logprobs,
     "divergence": gradients(divergence),
     "kept": gradients(kept_sets),
-    "class probabilities": gradients(class_probabilities),
+    SOFT: gradients(nll),
     "vocab_parallel": in_shards,
     "mesh auto": gradients(nll),
     "mesh explicit": gradients(nll),
@@ -217,7 +208,8 @@ def compiled(head: Head, name: str, devices: list[Any]) -> tuple[Any, float]:
         **dict.fromkeys(MESHES, (P("x"), P(None, "x"), P("x"))),  # tokens; the width of the head
     }.get(name, (P(), P(), P()))
     tokens = plan_of(head).even_tokens if name == "products" else head.tokens
-    arrays = [((tokens, head.hidden), head.dtype), (head.weight, head.dtype), ((tokens,), "int32")]
+    labels = ((tokens, head.vocab), head.dtype) if name == SOFT else ((tokens,), "int32")
+    arrays = [((tokens, head.hidden), head.dtype), (head.weight, head.dtype), labels]
     shapes = [
         jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, spec))
         for (shape, dtype), spec in zip(arrays, specs, strict=True)

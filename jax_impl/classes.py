@@ -25,8 +25,9 @@ from xentlib.jax.core.algebra import ALGEBRA
 from xentlib.jax.core.call import Arrays, Options, Placement, as_gradients
 from xentlib.jax.core.device import as_bits, device_info, from_bits
 from xentlib.jax.core.gemm import round_to
-from xentlib.jax.core.gradients import Gradients, add_gradients, power_of_two
+from xentlib.jax.core.gradients import Gradients, add_gradients, power_of_two, put_dz
 from xentlib.jax.core.kernels import is_target
+from xentlib.jax.core.layout import per_token
 from xentlib.jax.core.logits import Chunk, ChunkedLogits, chunked_logits, scaled
 from xentlib.jax.core.loop import at_rows, gather_tokens, over_chunks, unpack
 from xentlib.jax.core.stats import (
@@ -209,8 +210,8 @@ def given_backward(options: Options, kept: Residuals, upstream: Any, arrays: Arr
         dz = coefficients(rows_RT, entropy=entropy)
         dz_TV, dz_y_T, _ = logits.kernels.dz(chunk.block, rows_RT[-1], dz)
         own_TV = is_target(chunk.block, dz_TV)
-        dz_TV = round_to(jnp.where(own_TV, dz_y_T[:, None], dz_TV), given.dtype.name)
-        return d_logits.at[chunk.own_T].set(as_bits(dz_TV), mode="drop")
+        dz_TV = round_to(jnp.where(own_TV, per_token(dz_y_T), dz_TV), given.dtype.name)
+        return put_dz(logits, chunk, d_logits, dz_TV)
 
     d_logits = over_chunks(logits, body, as_bits(jnp.zeros_like(given)), rows_RM)
     return as_primal(from_bits(d_logits, given), given)

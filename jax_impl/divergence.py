@@ -35,7 +35,7 @@ from xentlib.jax.binding import bind, bind_logits
 from xentlib.jax.core.call import Arrays, DivergenceOptions, Options, as_gradients, of_all_tokens
 from xentlib.jax.core.device import as_bits, from_bits
 from xentlib.jax.core.gemm import round_to
-from xentlib.jax.core.gradients import Gradients, add_products, power_of_two
+from xentlib.jax.core.gradients import Gradients, add_products, power_of_two, put_dz
 from xentlib.jax.core.logits import Chunk, ChunkedLogits, chunked_logits, scaled
 from xentlib.jax.core.loop import at_rows, gather_tokens, over_chunks, unpack
 from xentlib.jax.core.pairs import PairedLogits, PairTerms
@@ -264,7 +264,7 @@ def d_given(
         terms, dz_TV = dz_of(chunk, at_rows(student, chunk, numbers))
         dz_TV, _ = student.kernels.chained(chunk.block, terms.student, dz_TV)
         dz_TV = round_to(dz_TV, given.dtype.name)
-        return d_logits.at[chunk.own_T].set(as_bits(dz_TV), mode="drop")
+        return put_dz(student, chunk, d_logits, dz_TV)
 
     zeros, used = as_bits(jnp.zeros_like(given)), (both, numbers)
     d_logits = over_chunks(student, body, vary(zeros, varying(student, used)), used)

@@ -20,8 +20,10 @@ from xentlib.checks.soft_labels import SOFT
 from xentlib.jax.array_spec import only_arrays
 from xentlib.jax.binding import bind_logits
 from xentlib.jax.core.call import Arrays, Options, as_gradients
+from xentlib.jax.core.layout import per_token
 from xentlib.jax.core.logits import Chunk, scaled
 from xentlib.jax.core.pairs import PairTerms
+from xentlib.jax.core.soft_labels import beside_classes
 from xentlib.jax.derivatives import Needs, primal_values
 from xentlib.jax.divergence import Residuals, d_given, divergence_forward, gathered_pair, pair_of
 from xentlib.jax.head import unwrapped
@@ -62,9 +64,11 @@ def soft_backward(
         (g_logprobs, g_entropy, g_lse), stats, total_T = numbers
         of = Largest(*stats)
         terms = both.again(chunk, of, total_T)
+        of = beside_classes(of)
         log_p_TV = jnp.maximum(both.kind.log_p(terms.student.z_TV, of), FLOOR)
-        slope_TV = g_lse[:, None] - g_entropy[:, None] * (log_p_TV + of.entropy[:, None])
-        dz_TV = terms.p_TV * slope_TV + g_logprobs[:, None] * terms.a_TV
+        g_logprobs, g_entropy, g_lse = map(per_token, (g_logprobs, g_entropy, g_lse))
+        slope_TV = g_lse - g_entropy * (log_p_TV + of.entropy)
+        dz_TV = terms.p_TV * slope_TV + g_logprobs * terms.a_TV
         return terms, dz_TV
 
     upstream = [scaled(student, clean(g)) for g in upstream]

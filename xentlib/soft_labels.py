@@ -94,17 +94,17 @@ class CrossEntropy(NamedTuple):
 
     def log_p(self, z: Array, of: Largest) -> Array:
         """Of each class; a finite number of one at -inf, so that without any probability it adds
-        nothing."""
-        log_p = (z - of.m[:, None]) - of.log_total[:, None]
+        nothing. `of` has an axis for classes."""
+        log_p = (z - of.m) - of.log_total
         return self.xp.clip(log_p, min=-FAR)
 
-    def target(self, q: Array, c_V: Array | None) -> Array:
-        """a of each class."""
+    def target(self, q: Array, c: Array | None) -> Array:
+        """a of each class, of which `c` are the weights."""
         a = q
         if self.label_smoothing:
             kept, eps = 1.0 - self.label_smoothing, self.label_smoothing
             a = self.algebra.rounded(kept * q) + eps / self.vocab_size
-        return a if c_V is None else a * c_V[None, :]
+        return a if c is None else a * c
 
     def of_sums(self, sums: SoftSums) -> tuple[Array, Array, Array]:
         """Per token: the sum of a, the loss, and sum q log p."""

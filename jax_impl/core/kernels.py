@@ -6,21 +6,32 @@ Shapes: T rows of a chunk, V columns of this device.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 
-from xentlib.algebra import BLOCK_COLUMNS, FLOOR, BlockStats, Coefficients, WantedStats
+from xentlib.algebra import FLOOR, BlockStats, Coefficients, WantedStats
 from xentlib.arguments import Scalars
 from xentlib.jax.core.algebra import exp
 from xentlib.jax.core.device import device_info
 from xentlib.jax.core.gemm import column_sums as sums_of_columns
 from xentlib.jax.core.gemm import round_to as rounded
 from xentlib.jax.core.largest import largest
+from xentlib.jax.core.layout import (
+    at_columns,
+    by_blocks,
+    columns_of,
+    per_block,
+    per_class,
+    per_row,
+    per_token,
+    sums_by_blocks,
+    take,
+    take_one,
+    to_rows,
+)
 from xentlib.jax.core.tokens import ELSEWHERE, FurtherClasses
 
 
@@ -57,7 +68,6 @@ class Logits(NamedTuple):
     # Columns of the largest, -1 for none, as numbers of the dtype, and their logits: the same
     top_TK: jax.Array | None = None
     z_top_TK: jax.Array | None = None
-    of_all_TV: jax.Array | None = None  # without the -inf of `taken_TV`, where classes lead
 
 
 class XLA(NamedTuple):
@@ -95,7 +105,7 @@ class XLA(NamedTuple):
         if rows.more is not None and of.more is not None:
             dz_TV = dz_TV.at[at_columns(rows.more.columns)].add(of.more, mode="drop")
         if logits.derivative_TV is not None:
-            dz_y_T = dz_y_T * at_targets(rows, logits.derivative_TV)
+            dz_y_T = dz_y_T * take_one(logits.derivative_TV, rows.y_T1)
         here_T = rows.valid_T if rows.owned_T is None else rows.valid_T & rows.owned_T
         dz_y_T = jnp.where(here_T, dz_y_T, 0.0)
         dz_TV, sums_V = self.chained(
@@ -115,15 +125,15 @@ class XLA(NamedTuple):
         """Step 7 of dz, and its sums."""
         if logits.derivative_TV is not None:
             dz_TV = dz_TV * logits.derivative_TV
-        dz_TV = jnp.where(rows.valid_T[:, None], dz_TV, 0.0)
-        sums_V = sums_of_columns(dz_TV, dz_TV.dtype.name) if column_sums else None
+        dz_TV = jnp.where(per_token(rows.valid_T), dz_TV, 0.0)
+        sums_V = sums_of_columns(to_rows(dz_TV), dz_TV.dtype.name) if column_sums else None
         return dz_TV if round_to is None else rounded(dz_TV, round_to), sums_V
 
     def prepare(self, rows: LogitsBlock) -> Logits:
         """Bias, scale, softcap and temperature; of a target on another device none is taken out."""
         shape, z_TV, derivative_TV = self.shape, rows.z_TV, None
         if shape.bias_V is not None:
-            z_TV = z_TV + shape.bias_V[None, :]
+            z_TV = z_TV + per_class(shape.bias_V)
         if shape.scale is not None:
             z_TV = z_TV * shape.scale.astype(z_TV.dtype)
         if shape.scalars.softcap is not None:
@@ -134,35 +144,35 @@ class XLA(NamedTuple):
             derivative_TV = 4.0 * e_TV / ((1.0 + e_TV) * (1.0 + e_TV))
             z_TV = jnp.tanh(capped_TV) * shape.scalars.softcap
         if rows.temperature_T is not None:
-            z_TV = z_TV / rows.temperature_T[:, None]
+            z_TV = z_TV / per_token(rows.temperature_T)
         taken_TV = is_target(rows, z_TV)
         if shape.padded_from is not None:
-            taken_TV |= lax.broadcasted_iota(jnp.int32, z_TV.shape, 1) >= shape.padded_from
-        z_y = at_targets(rows, z_TV)
+            taken_TV |= columns_of(z_TV) >= shape.padded_from
+        z_y = take_one(z_TV, rows.y_T1)
         z_more, top, z_top, taken = None, None, None, []
         if rows.more is not None:
-            z_more = jnp.take_along_axis(z_TV, rows.more.columns, axis=1, mode="clip")
+            z_more = take(z_TV, rows.more.columns)
             taken.append(rows.more.columns)
         if shape.top_k:
-            top, z_top = largest(z_TV, shape.top_k, shape.padded_from)
+            top, z_top = largest(to_rows(z_TV), shape.top_k, shape.padded_from)
             taken.append(jnp.where(top < 0, ELSEWHERE, top))
             top = top.astype(z_TV.dtype)
         for columns in taken:
             z_TV = z_TV.at[at_columns(columns)].set(-jnp.inf, mode="drop")
         others_TV = jnp.where(taken_TV, -jnp.inf, z_TV)
-        of_all = z_TV if device_info().classes_lead else None
-        return Logits(others_TV, taken_TV, z_y, derivative_TV, z_more, top, z_top, of_all)
+        return Logits(others_TV, taken_TV, z_y, derivative_TV, z_more, top, z_top)
 
     def rest_stats(self, logits: Logits, wanted: WantedStats) -> BlockStats:
         """Step 4. Sums are relative to a block's own maximum, so its largest terms are exact."""
-        z_TV, z, sum_d = logits.z_TV, rest_in_blocks(logits), None
-        m_Tb, top = by_blocks(z, lax.max, -jnp.inf), None
+        z_TV, sum_d, top = logits.z_TV, None, None
+        m_Tb = by_blocks(z_TV, lax.max, -jnp.inf)
         if wanted.smoothing:
             # Barriers, or XLA makes one maximum and one sum of a row, 4 bytes a logit each.
             m_T1 = lax.optimization_barrier(m_Tb).max(axis=1, keepdims=True)
-            rest_TV = jnp.where(logits.taken_TV, 0.0, z_TV - jnp.where(m_T1 == -jnp.inf, 0.0, m_T1))
+            finite = per_row(jnp.where(m_T1 == -jnp.inf, 0.0, m_T1))
+            rest_TV = jnp.where(logits.taken_TV, 0.0, z_TV - finite)
             if self.shape.class_weights_V is not None:
-                rest_TV = rest_TV * self.shape.class_weights_V[None, :]
+                rest_TV = rest_TV * per_class(self.shape.class_weights_V)
             if device_info().adds_windows:
                 sum_d = rest_TV.sum(axis=1)
             else:
@@ -170,116 +180,46 @@ class XLA(NamedTuple):
                 sum_d = lax.optimization_barrier(blocks_Tb).sum(axis=1)
         m_Tb = jnp.where(m_Tb == -jnp.inf, 0.0, m_Tb)  # no other column, or none above -inf
         # As wide as the logits, whose memory exp(d) can take then.
-        m = of_columns(m_Tb, z_TV.shape[1])
+        m_TV = per_block(m_Tb, z_TV)
         if wanted.predicted:
-            column_TV = lax.broadcasted_iota(jnp.int32, z_TV.shape, 1).astype(z_TV.dtype)
-            column = in_blocks(column_TV, jnp.inf)
-            top = by_blocks(jnp.where(z < m, jnp.inf, column), lax.min, jnp.inf).T
-        d = z - m
-        e = exp(d)
-        sum_ed = None
-        if wanted.entropy:
-            sum_ed = by_blocks(e * jnp.maximum(d, FLOOR), lax.add, 0.0).T
-        everything, s = two_sums(e)
-        ones = jnp.round(everything - s)
+            columns_TV = columns_of(z_TV).astype(z_TV.dtype)
+            top = by_blocks(jnp.where(z_TV < m_TV, jnp.inf, columns_TV), lax.min, jnp.inf).T
+        d_TV = z_TV - m_TV
+        e_TV = exp(d_TV)
+        more = [e_TV * jnp.maximum(d_TV, FLOOR)] if wanted.entropy else []
+        everything, s, *of_ed = sums_of_exp(e_TV, *more)
+        ones, sum_ed = jnp.round(everything - s), of_ed[0].T if of_ed else None
         return BlockStats(m_Tb.T, ones.T, s.T, sum_ed, top, sum_d)
 
     def dlogits(self, logits: Logits, lse_T: jax.Array, of: Coefficients) -> jax.Array:
         """Step 6: dz, 0 in the target's column."""
-        log_p_TV = logits.z_TV - lse_T[:, None]
-        slope_TV = of.alpha[:, None]
+        log_p_TV = logits.z_TV - per_token(lse_T)
+        slope_TV = per_token(of.alpha)
         if of.beta is not None:
             # The floor: p = 0 times a log p of -inf must be 0.
-            slope_TV = slope_TV + of.beta[:, None] * jnp.maximum(log_p_TV, FLOOR)
+            slope_TV = slope_TV + per_token(of.beta) * jnp.maximum(log_p_TV, FLOOR)
         dz_TV: jax.Array = exp(log_p_TV) * slope_TV
         if of.gamma is None:
             return dz_TV
-        share_TV = of.gamma[:, None]
+        share_TV = per_token(of.gamma)
         if self.shape.class_weights_V is not None:
-            share_TV = share_TV * self.shape.class_weights_V[None, :]
+            share_TV = share_TV * per_class(self.shape.class_weights_V)
         return jnp.where(logits.taken_TV, 0.0, dz_TV - share_TV)
 
 
 def is_target(rows: LogitsBlock, like_TV: jax.Array) -> jax.Array:
     """The target's column of each row, of none where it is on another device."""
-    return lax.broadcasted_iota(jnp.int32, like_TV.shape, 1) == rows.y_T1
+    return columns_of(like_TV) == per_row(rows.y_T1)
 
 
-def at_targets(rows: LogitsBlock, x_TV: jax.Array) -> jax.Array:
-    """[T] of each row's target; where that is on another device, of no meaning."""
-    if device_info().classes_lead:  # no gather, whose operand would be an array of its own
-        only: jax.Array = jnp.where(is_target(rows, x_TV), x_TV, 0.0).sum(axis=1)
-        return only
-    return jnp.take_along_axis(x_TV, rows.y_T1, axis=1, mode="clip")[:, 0]
-
-
-def at_columns(columns: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """An index of [T, V], of further classes."""
-    return jnp.arange(columns.shape[0], dtype=jnp.int32)[:, None], columns
-
-
-def in_blocks(x_TV: jax.Array, nothing: float) -> jax.Array:
-    """What `by_blocks` reduces: [blocks, BLOCK_COLUMNS, T] where classes lead, else as it is."""
-    if not device_info().classes_lead:
-        return x_TV
-    rows, columns = x_TV.shape
-    fill = (0, 0), (0, -columns % BLOCK_COLUMNS)
-    x_TV = jnp.pad(x_TV, fill, constant_values=nothing)
-    return x_TV.T.reshape(-(-columns // BLOCK_COLUMNS), BLOCK_COLUMNS, rows)
-
-
-def rest_in_blocks(logits: Logits) -> jax.Array:
-    """Where classes lead, each sum makes the -inf on the way: an array of them is 8 bytes a logit,
-    and a chunk."""
-    if logits.of_all_TV is None:
-        return in_blocks(logits.z_TV, -jnp.inf)
-    taken = in_blocks(logits.taken_TV, True)
-    return jnp.where(taken, -jnp.inf, in_blocks(logits.of_all_TV, -jnp.inf))
-
-
-def by_blocks(x: jax.Array, add: Callable[[Any, Any], Any], nothing: float) -> jax.Array:
-    """[T, blocks]: the columns of each block added, or compared; of [T, V] or of `in_blocks`.
-
-    On a CPU window by window, in the order of the columns: XLA's own sum has another order for
-    fewer than 32 sums, and a V that is no multiple would cost a copy.
-    """
-    start = np.array(nothing, x.dtype)
-    if device_info().classes_lead:
-        x = in_blocks(x, nothing) if x.ndim == 2 else x
-        leading: jax.Array = lax.reduce(x, start, add, (1,))
-        return leading.T
-    fill, window = ((0, 0), (0, -x.shape[1] % BLOCK_COLUMNS)), (1, BLOCK_COLUMNS)
-    if x.shape[1] == 1:  # whose window XLA takes for as many columns as it has: 128 times x
-        alone: jax.Array = add(start, x)
-        return alone
-    if device_info().adds_windows:
-        of_windows: jax.Array = lax.reduce_window(x, start, add, window, window, fill)
-        return of_windows
-    x = jnp.pad(x, fill, constant_values=nothing)
-    by_block = x.reshape(x.shape[0], -1, BLOCK_COLUMNS)
-    of_blocks: jax.Array = lax.reduce(by_block, start, add, (2,))
-    return of_blocks
-
-
-def two_sums(e: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """[T, blocks] of e = exp(z - m), and of its fractions."""
-    if device_info().classes_lead:  # in one pass
-        zero = np.array(0.0, e.dtype)
-        terms, zeros = (e, e - jnp.floor(e)), (zero, zero)
-        sums = lax.reduce(terms, zeros, lambda a, b: (a[0] + b[0], a[1] + b[1]), (1,))
-        return sums[0].T, sums[1].T
-    everything = by_blocks(e, lax.add, 0.0)
-    if device_info().stores_exp:
-        # Two sums one after the other, so that the fractions can take the place of e.
-        everything, e = lax.optimization_barrier((everything, e))
-    return everything, by_blocks(e - jnp.floor(e), lax.add, 0.0)
-
-
-def of_columns(x_Tb: jax.Array, columns: int) -> jax.Array:
-    """What each block has, at each of its columns, in the shape of `in_blocks`."""
-    if device_info().classes_lead:
-        return x_Tb.T[:, None, :]
-    return jnp.repeat(x_Tb, BLOCK_COLUMNS, axis=1)[:, :columns]
+def sums_of_exp(e_TV: jax.Array, *more: jax.Array) -> list[jax.Array]:
+    """[T, b] of e = exp(z - m), of its fractions, and of more terms."""
+    if not device_info().stores_exp:
+        return sums_by_blocks([e_TV, e_TV - jnp.floor(e_TV), *more])
+    of_more = [by_blocks(x, lax.add, 0.0) for x in more]
+    # Two sums one after the other, so that the fractions can take the place of e.
+    everything, e_TV = lax.optimization_barrier((by_blocks(e_TV, lax.add, 0.0), e_TV))
+    return [everything, by_blocks(e_TV - jnp.floor(e_TV), lax.add, 0.0), *of_more]
 
 
 def runnable() -> dict[str, type[XLA]]:

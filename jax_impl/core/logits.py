@@ -14,8 +14,8 @@ from jax import lax
 from xentlib.jax.core.call import Arrays, Options, with_arrays
 from xentlib.jax.core.consistency import RankConsistency, consistency_of
 from xentlib.jax.core.device import device_info
-from xentlib.jax.core.gemm import contract
 from xentlib.jax.core.kernels import XLA, LogitsBlock, LogitTransform
+from xentlib.jax.core.layout import from_rows, product
 from xentlib.jax.core.lora import LoraActivations, LowRank, activations_of, add_logits, low_rank
 from xentlib.jax.core.tokens import Tokens, select_tokens
 from xentlib.jax.core.vocab import shard_here
@@ -107,11 +107,12 @@ def chunked_logits(
         weight = zero_from(first, weight, 1 if options.transposed else 0)
         bias = None if bias is None else zero_from(first, bias, 0)
         low_out = None if low_out is None else zero_from(first, low_out, 0)
-    more = 0 if weight is None else -columns % device_info().column_multiple
+    filled_up = weight is not None or device_info().classes_lead  # precomputed logits, to blocks
+    more = -columns % device_info().column_multiple if filled_up else 0
+    first = columns if more and first is None else first
     if weight is not None:
         weight = weight.astype(options.gemm_dtype)
     if more and weight is not None:
-        first = columns if first is None else first
         weight = jnp.pad(weight, [(0, 0), (0, more)][:: 1 if options.transposed else -1])
         bias = None if bias is None else jnp.pad(bias, (0, more))
         low_out = None if low_out is None else jnp.pad(low_out, ((0, more), (0, 0)))
@@ -184,13 +185,9 @@ def logits_of(logits: ChunkedLogits, index: jax.Array) -> Chunk:
         in_chunk_T = logits.tokens.valid[rows_T]
     activations = None
     if logits.operand is None:
-        z_TV = x_TH.astype(compute)
+        z_TV = from_rows(x_TH.astype(compute))
     else:
-        if device_info().classes_lead:
-            z_VT = contract(logits.operand, x_TH, logits.axes[1], 1, compute)
-            z_TV = lax.optimization_barrier(z_VT).T  # or XLA swaps the operands back
-        else:
-            z_TV = contract(x_TH, logits.operand, 1, logits.axes[1], compute)
+        z_TV = product(x_TH, logits.operand, logits.axes[1], compute)
         if logits.low is not None:
             activations = activations_of(logits.low, x_TH, rows_T)
             z_TV = add_logits(logits.low, z_TV, activations)

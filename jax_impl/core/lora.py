@@ -13,6 +13,7 @@ from jax import lax
 
 from xentlib.jax.core.call import Arrays, Options
 from xentlib.jax.core.gemm import contract, round_to
+from xentlib.jax.core.layout import product
 
 # Of 8 bits or more each: what float32 has.
 PARTS = 3
@@ -111,7 +112,7 @@ def activations_of(low: LowRank, x_TH: jax.Array, rows_T: jax.Array) -> LoraActi
 
 
 def add_logits(low: LowRank, z_TV: jax.Array, activations: LoraActivations) -> jax.Array:
-    return z_TV + contract(activations.u_TR, low.b_VR, 1, 1, z_TV.dtype.name)
+    return z_TV + product(activations.u_TR, low.b_VR, 1, z_TV.dtype.name)
 
 
 def backprop_lora(low: LowRank, dz_TV: jax.Array, dz_y_T1: jax.Array, y_T: jax.Array) -> jax.Array:

@@ -10,11 +10,11 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
 from xentlib.algebra import TokenStats, WantedStats
 from xentlib.jax.core.algebra import exp
-from xentlib.jax.core.kernels import Logits, by_blocks, is_target
+from xentlib.jax.core.kernels import Logits, is_target
+from xentlib.jax.core.layout import of_width, per_token, sums_by_blocks, width
 from xentlib.jax.core.logits import Chunk, ChunkedLogits, logits_of
 from xentlib.jax.core.stats import stats_of
 from xentlib.jax.core.vocab import sum_blocks
@@ -74,7 +74,7 @@ class PairedLogits(NamedTuple):
             lse = stats.lse
         else:
             left = head.kernels.prepare(block)
-        return stats, self.kind.exp(restored(chunk, left).z_TV - lse[:, None])
+        return stats, self.kind.exp(restored(chunk, left).z_TV - per_token(lse))
 
     def values(self, chunk: Chunk, wanted: tuple[WantedStats, WantedStats]) -> ChunkValues:
         """Steps 3 to 5."""
@@ -115,32 +115,30 @@ class PairedLogits(NamedTuple):
         return logits_of(self.teacher, chunk.start // self.student.chunk_rows)
 
     def ratio(self, logits: list[Logits], known: list[jax.Array]) -> tuple[jax.Array, jax.Array]:
-        columns = [x.z_TV.shape[1] for x in logits]  # zeros may fill either head up
-        padded = [
-            jnp.pad(x.z_TV, ((0, 0), (0, max(columns) - n)), constant_values=-jnp.inf)
-            for x, n in zip(logits, columns)
-        ]
-        w_TV, x_TV = self.kind.ratio(*padded, *(x[:, None] for x in known))
-        return w_TV[:, : columns[0]], x_TV[:, : columns[0]]
+        sizes = [width(x.z_TV) for x in logits]  # zeros may fill either head up
+        padded = [of_width(x.z_TV, max(sizes), -jnp.inf) for x in logits]
+        w_TV, x_TV = self.kind.ratio(*padded, *map(per_token, known))
+        return of_width(w_TV, sizes[0], 0.0), of_width(x_TV, sizes[0], 0.0)
 
     def summed(self, terms: Any) -> list[Any]:
         """[T] of each over all classes."""
-        sums = jnp.stack([by_blocks(x, lax.add, 0.0).T for x in terms if x is not None])
+        sums = jnp.stack([x.T for x in sums_by_blocks([x for x in terms if x is not None])])
         rows = iter(sum_blocks(self.student.options.axis, sums))
         return [None if x is None else next(rows) for x in terms]
 
     def dz(self, chunk: Chunk, terms: PairTerms, dz: DzTerms, own: Any = None) -> jax.Array:
         """Step 6, `dz` with the factor of each token; `own` [T] is added in the target's column,
         and `-own` times the labels' p in all, where these are of other logits."""
-        dz_TV: jax.Array = dz.gain[:, None] * terms.a_TV + dz.shift[:, None] * terms.p_TV
+        gain, shift = map(per_token, dz)
+        dz_TV: jax.Array = gain * terms.a_TV + shift * terms.p_TV
         if own is None:
             return dz_TV
         if terms.p_labels is not None:
-            dz_TV = dz_TV - own[:, None] * terms.p_labels
-        return dz_TV + jnp.where(is_target(chunk.block, dz_TV), own[:, None], 0.0)
+            dz_TV = dz_TV - per_token(own) * terms.p_labels
+        return dz_TV + jnp.where(is_target(chunk.block, dz_TV), per_token(own), 0.0)
 
 
 def restored(chunk: Chunk, logits: Logits) -> Logits:
     """With the target's logit in its column again."""
     own_TV = is_target(chunk.block, logits.z_TV)
-    return logits._replace(z_TV=jnp.where(own_TV, logits.z_y[:, None], logits.z_TV))
+    return logits._replace(z_TV=jnp.where(own_TV, per_token(logits.z_y), logits.z_TV))

@@ -10,11 +10,19 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
 from xentlib.algebra import WantedStats
 from xentlib.jax.core.algebra import ALGEBRA, exp
-from xentlib.jax.core.kernels import Logits, at_columns, by_blocks
+from xentlib.jax.core.kernels import Logits
+from xentlib.jax.core.layout import (
+    at_columns,
+    columns_of,
+    of_width,
+    per_class,
+    per_token,
+    sums_by_blocks,
+    width,
+)
 from xentlib.jax.core.logits import Chunk, ChunkedLogits, logits_of
 from xentlib.jax.core.loop import at_rows
 from xentlib.jax.core.pairs import ChunkValues, PairTerms, restored
@@ -72,16 +80,17 @@ class SoftLogits(NamedTuple):
         """p and a, and terms of the sums; NaN of a negative probability."""
         q_TV, weights = self.labels(chunk, logits.z_TV), self.student.shape.class_weights_V
         q_TV = jnp.where(q_TV < 0, jnp.nan, q_TV)
-        log_p_TV, a_TV = self.kind.log_p(logits.z_TV, stats), self.kind.target(q_TV, weights)
+        of, c_TV = beside_classes(stats), None if weights is None else per_class(weights)
+        log_p_TV, a_TV = self.kind.log_p(logits.z_TV, of), self.kind.target(q_TV, c_TV)
         own = None if a_TV is q_TV else q_TV * log_p_TV
         terms = PairTerms(self.kind.exp(log_p_TV), self.classes(a_TV), logits, None)
         return terms, SoftSums(a_TV, a_TV * log_p_TV, own)
 
     def with_slope(self, terms: PairTerms, total_T: jax.Array, stats: Largest) -> PairTerms:
         """a - p total in place of a."""
-        of, total_T1 = Largest(*(x[:, None] for x in stats)), total_T[:, None]
-        top_TV = self.kind.at_top(terms.a_TV, total_T1, of)
-        slope_TV = terms.a_TV - total_T1 * terms.p_TV
+        total = per_token(total_T)
+        top_TV = self.kind.at_top(terms.a_TV, total, beside_classes(stats))
+        slope_TV = terms.a_TV - total * terms.p_TV
         return terms._replace(a_TV=jnp.where(terms.p_TV > 0.5, top_TV, slope_TV))
 
     def labels(self, chunk: Chunk, like_TV: jax.Array) -> jax.Array:
@@ -89,7 +98,7 @@ class SoftLogits(NamedTuple):
         if self.teacher is not None:
             own = logits_of(self.teacher, chunk.start // self.student.chunk_rows)
             q_TV = own.block.z_TV
-            return jnp.pad(q_TV, ((0, 0), (0, like_TV.shape[1] - q_TV.shape[1])))
+            return of_width(q_TV, width(like_TV), 0.0)
         more = chunk.block.more
         assert more is not None
         assert self.probs is not None
@@ -101,14 +110,20 @@ class SoftLogits(NamedTuple):
         first = self.student.shape.padded_from
         if first is None:
             return x_TV
-        return jnp.where(lax.broadcasted_iota(jnp.int32, x_TV.shape, 1) < first, x_TV, 0.0)
+        return jnp.where(columns_of(x_TV) < first, x_TV, 0.0)
 
     def summed(self, terms: list[jax.Array]) -> list[jax.Array]:
         """[T] of each over all classes."""
-        sums = jnp.stack([by_blocks(x, lax.add, 0.0).T for x in terms])
+        sums = jnp.stack([x.T for x in sums_by_blocks(terms)])
         return list(sum_blocks(self.student.options.axis, sums))
 
     def dz(self, chunk: Chunk, terms: PairTerms, dz: DzTerms, own: Any = None) -> jax.Array:
         """Step 6, `dz` with the factor of each token."""
-        dz_TV: jax.Array = dz.gain[:, None] * terms.a_TV + dz.shift[:, None] * terms.p_TV
+        gain, shift = map(per_token, dz)
+        dz_TV: jax.Array = gain * terms.a_TV + shift * terms.p_TV
         return dz_TV
+
+
+def beside_classes(stats: Largest) -> Largest:
+    """With an axis for classes."""
+    return Largest(*map(per_token, stats))

@@ -6,6 +6,7 @@ What XLA makes of it for a TPU is what `make tpu` prints.
 
 from __future__ import annotations
 
+import itertools
 import re
 from dataclasses import replace
 from typing import Any
@@ -13,6 +14,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from fuzzing.pairs import SUBJECTS, Edge, draw
+from fuzzing.pairs_held import held, run_jax
+from fuzzing.pairs_mesh import meshed, run_mesh
 from helpers.measured import SMALL, by_id, hold
 from xentlib.contract import check, failures
 from xentlib.tools.harness.cases import CHUNK_CASES, WITH_OPTIONS, low_precision, named
@@ -56,16 +60,31 @@ def test_per_token_against_the_oracle() -> None:
 
 @pytest.mark.usefixtures("as_on_a_tpu")
 def test_chunks_do_not_show(monkeypatch: Any) -> None:
-    """A10, of operands that are multiples of 1/4, whose products are exact: our sums decide. Not of
-    entropy, whose terms this device's compiler multiplies and adds in one, in some lanes."""
+    """A10, of operands that are multiples of 1/4, whose logits are exact: our sums decide. Not of
+    entropy, whose terms this device's compiler multiplies and adds in one, in some lanes; nor of
+    d hidden, whose dz is not exact: this device multiplies what lies class by class in another
+    order in longer chunks."""
     monkeypatch.setattr("xentlib.tools.harness.cases.CHUNKS", (8, 200))
     problem = build(CHUNK_CASES[0], 7)
     exact = {x: np.round(4 * getattr(problem, x)) / 4 for x in ("hidden", "weight", "bias")}
     findings = Findings(("jax",))
     nll.chunks(findings, replace(problem, **exact))
-    held = [x for x in findings.measurements if x.quantity != "entropy"]
-    assert {x.quantity for x in held} > {"logprobs", "d hidden"}
+    held = [x for x in findings.measurements if x.quantity not in ("entropy", "d hidden")]
+    assert {x.quantity for x in held} > {"logprobs", "lse"}
     assert not failures(held)
+
+
+@pytest.mark.usefixtures("as_on_a_tpu")
+def test_dz_does_not_show_chunks() -> None:
+    """A10, of the gradient of precomputed logits, which is dz. Catches: rows of another chunk."""
+
+    def of_logits(x: Any, chunk_bytes: int) -> Any:
+        out = ours.vocab_parallel_logprobs(x, LABELS, max_chunk_bytes=chunk_bytes)
+        return out.logprobs.sum()
+
+    logits = HIDDEN @ WEIGHT.T
+    several, one = (jax.grad(of_logits)(logits, rows * V * 4) for rows in (1, N))
+    assert np.array_equal(several, one)
 
 
 # --- the other functions, against this device's own program --------------------------------------
@@ -77,6 +96,7 @@ OTHER = (WEIGHT + 0.3 * RNG.standard_normal((V, H))).astype(np.float32)
 LABELS = np.where(np.arange(N) % 7 == 3, -100, RNG.integers(0, V, N)).astype(np.int32)
 IDS = np.argsort(RNG.random((N, V)), axis=1)[:, :4].astype(np.int32)
 KEPT = np.concatenate([LABELS[:, None], np.where(LABELS[:, None] == IDS, -1, IDS)], axis=1)
+LOW_RANK = [RNG.standard_normal(x).astype(np.float32) for x in ((3, H), (V, 3))]
 PROBS = RNG.dirichlet(np.ones(V), N).astype(np.float32)
 CAPPED: dict[str, Any] = {"softcap": 3.0, "max_chunk_bytes": 64 * V * 4}
 
@@ -109,6 +129,10 @@ def probabilities(h: Any, w: Any) -> Any:
     return ours.chunked_nll(h, w, PROBS, **CAPPED).loss
 
 
+def low_rank(h: Any, w: Any) -> Any:
+    return ours.chunked_nll(h, ours.LowRankHead(w, *LOW_RANK, 0.3), LABELS, **CAPPED).loss
+
+
 def smoothed(h: Any, w: Any) -> Any:
     outputs = ("predicted", "entropy", "correct")
     out = ours.chunked_nll(h, w, LABELS, label_smoothing=0.1, outputs=outputs, **CAPPED)
@@ -121,6 +145,7 @@ FUNCTIONS = {
     "reverse_kl": divergence("reverse_kl"),
     "forward_kl": divergence("forward_kl"),
     "class probabilities": probabilities,
+    "low rank": low_rank,
     "smoothed": smoothed,
 }
 
@@ -148,3 +173,34 @@ def test_the_program_is_the_tpus() -> None:
     gathered = re.findall(r'stablehlo.gather".*: \(tensor<([\dx]+)xf32>', text)
     heads = f"{columns}x{H}", f"{H}x{columns}"  # of which rows are taken
     assert not [x for x in gathered if str(columns) in x.split("x") and x not in heads]
+
+
+# --- every function over sizes that fill no block, alone and over shards -------------------------
+
+OF = [
+    ("chunked_nll", "index"),
+    *((f, s) for f, names in SUBJECTS.items() for s in sorted({*names})),
+]
+# Tokens, classes, those of a token: of three blocks, one of them filled up; without a token.
+SIZES = {"301 classes": ((11,), 301, 5), "no token": ((0,), 29, 3)}
+
+
+@pytest.mark.usefixtures("as_on_a_tpu")
+@pytest.mark.parametrize("of", OF, ids=" of ".join)
+def test_alone(of: tuple[str, str]) -> None:
+    """Catches: columns of the filling among the classes; rows of precomputed logits that are not
+    cut to theirs."""
+    for number, sizes in enumerate(SIZES.values()):
+        pair = draw(7, number, Edge(*of, *sizes))
+        assert held("jax", pair, run_jax(pair)) == []
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("as_on_a_tpu")
+@pytest.mark.parametrize("of", OF, ids=" of ".join)
+def test_over_shards(of: tuple[str, str]) -> None:
+    """Catches: a shard's padding and its filling, one taken for the other."""
+    cases = (meshed(7, number, Edge(*of, *SIZES["301 classes"])) for number in itertools.count())
+    # Heads of two vocabularies are whole ones.
+    case = next(case for case in cases if "vocab" not in case.pair.call.keywords)
+    assert held("jax", case.pair, run_mesh(case)) == [], case.way
