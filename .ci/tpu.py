@@ -315,9 +315,14 @@ def planned(head: Head, name: str) -> float | None:
     if name not in ("nll", "nll alone", "logprobs"):
         return None
     more = {"gradient": name != "nll alone", "recompute": name == "logprobs"}
-    total = peak_bytes(
-        plan_of(head), backend="jax", dtype=head.dtype, platform="gpu", **more
-    ) + np.dtype(jnp.dtype(head.dtype)).itemsize * head.hidden * (head.tokens + head.vocab)
+    plan, itemsize = plan_of(head), jnp.dtype(head.dtype).itemsize
+    total = peak_bytes(plan, backend="jax", dtype=head.dtype, platform="tpu", **more)
+    weight = head.hidden * head.vocab
+    total += itemsize * (weight + head.hidden * head.tokens)
+    # What the formula says that it has not.
+    total += itemsize * weight if head.layout == "HV" else 0
+    if "softcap" in dict(head.options) and name != "nll alone":
+        total += itemsize * plan.even_tokens * head.vocab
     return round(total / GIB, 3)
 
 
@@ -335,7 +340,6 @@ def main() -> int:
         print("libtpu is not in build/libtpu; `make tpu` downloads it, 213 MB")
         return 1
     jax.config.update("jax_enable_compilation_cache", False)
-    jax.default_backend = lambda: "tpu"
     table = json.loads(args.out.read_text()) if args.out and args.out.is_file() else {}
     column = table.setdefault(args.column, {})
     for chip in args.chip:

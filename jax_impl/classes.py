@@ -39,7 +39,7 @@ from xentlib.jax.core.stats import (
 )
 from xentlib.jax.core.tokens import on_host
 from xentlib.jax.core.vocab import as_primal, upstream_of, vary, varying
-from xentlib.jax.derivatives import Needs, primal_values, wanted
+from xentlib.jax.derivatives import Needs, differentiable, primal_values, wanted
 from xentlib.jax.placement import run, whole_rows
 from xentlib.logprobs import LogprobOutput
 
@@ -217,7 +217,6 @@ def given_backward(options: Options, kept: Residuals, upstream: Any, arrays: Arr
     return as_primal(from_bits(d_logits, given), given)
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _classes(options: Options, arrays: Arrays) -> ClassOutput:
     return classes_forward(options, whole_rows(options, in_order(arrays)))[0]
 
@@ -257,12 +256,12 @@ def _classes_bwd(options: Options, residuals: Any, cotangent: ClassOutput) -> tu
     return (as_gradients(head_backward(options, needs, kept, upstream, arrays)),)
 
 
-_classes.defvjp(_classes_fwd, _classes_bwd, symbolic_zeros=True)
+_classes_vjp = differentiable(_classes, _classes_fwd, _classes_bwd)
 
 
 def class_logprobs(options: Options, arrays: Arrays) -> LogprobOutput[Any]:
     """Without the tail."""
-    return _classes(options, arrays).logprobs
+    return _classes_vjp(options, arrays).logprobs
 
 
 _classes_jit = jax.jit(class_logprobs, static_argnums=(0,))

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -13,8 +13,21 @@ from jax.tree_util import GetAttrKey
 
 from xentlib.checks.call import refuse_derivative
 from xentlib.checks.validators import to_learn
+from xentlib.jax.core.device import traced_for_its_platform
+
+T = TypeVar("T")
 
 REFUSED = ("z_loss", "logprobs", "entropy", "lse")  # results of `chunked_nll` without a derivative
+
+
+def differentiable(
+    function: Callable[..., T], forward: Callable[..., Any], backward: Callable[..., Any]
+) -> Callable[..., T]:
+    """`function(options, arrays)` with its derivatives, all traced for the options' platform."""
+    function, forward, backward = map(traced_for_its_platform, (function, forward, backward))
+    whole = jax.custom_vjp(function, nondiff_argnums=(0,))
+    whole.defvjp(forward, backward, symbolic_zeros=True)
+    return whole
 
 
 class Needs(NamedTuple):

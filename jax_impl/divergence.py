@@ -7,7 +7,6 @@ Shapes: N tokens, V vocabulary, H hidden width, T tokens of a chunk, M = N fille
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -42,7 +41,7 @@ from xentlib.jax.core.pairs import PairedLogits, PairTerms
 from xentlib.jax.core.soft_labels import SoftLogits
 from xentlib.jax.core.stats import axes_of_stats, put_rows
 from xentlib.jax.core.vocab import as_primal, upstream_of, vary, varying
-from xentlib.jax.derivatives import Needs, named, primal_values, refused, wanted
+from xentlib.jax.derivatives import Needs, differentiable, named, primal_values, refused, wanted
 from xentlib.jax.micro_batch import labelled
 from xentlib.jax.nll import nll_backward
 from xentlib.jax.placement import run, whole_rows
@@ -271,7 +270,6 @@ def d_given(
     return as_primal(from_bits(d_logits, given), given)
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _divergence(options: Options, arrays: Arrays) -> DivergenceOutput[Any]:
     return divergence_forward(options, Needs(), both_whole(options, arrays))[0]
 
@@ -306,8 +304,8 @@ def _divergence_bwd(
     return (as_gradients(each_backward(options, needs, of_tokens, upstream, arrays)),)
 
 
-_divergence.defvjp(_divergence_fwd, _divergence_bwd, symbolic_zeros=True)
-_divergence_jit = jax.jit(_divergence, static_argnums=(0,))
+_divergence_vjp = differentiable(_divergence, _divergence_fwd, _divergence_bwd)
+_divergence_jit = jax.jit(_divergence_vjp, static_argnums=(0,))
 
 # Of a divergence's arguments, what its student is called with.
 OF_STUDENT = tuple(

@@ -8,7 +8,6 @@ Shapes: N tokens, C columns of this device, T tokens of a chunk.
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 import jax
@@ -24,7 +23,7 @@ from xentlib.jax.core.layout import per_token
 from xentlib.jax.core.logits import Chunk, scaled
 from xentlib.jax.core.pairs import PairTerms
 from xentlib.jax.core.soft_labels import beside_classes
-from xentlib.jax.derivatives import Needs, primal_values
+from xentlib.jax.derivatives import Needs, differentiable, primal_values
 from xentlib.jax.divergence import Residuals, d_given, divergence_forward, gathered_pair, pair_of
 from xentlib.jax.head import unwrapped
 from xentlib.jax.logprobs import upstream_in
@@ -75,7 +74,6 @@ def soft_backward(
     return d_given(both, arrays.hidden, (upstream, residuals[:4], total), dz_of)
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _soft(options: Options, arrays: Arrays) -> LogprobOutput[Any]:
     return soft_forward(options, arrays)[0]
 
@@ -94,8 +92,7 @@ def _soft_bwd(options: Options, residuals: Any, cotangent: LogprobOutput[Any]) -
     return (as_gradients({"hidden": soft_backward(options, kept, upstream, arrays)}),)
 
 
-_soft.defvjp(_soft_fwd, _soft_bwd, symbolic_zeros=True)
-_soft_jit = jax.jit(_soft, static_argnums=(0,))
+_soft_jit = jax.jit(differentiable(_soft, _soft_fwd, _soft_bwd), static_argnums=(0,))
 
 
 def given_soft(given: LogitsArguments) -> LogprobOutput[Any]:

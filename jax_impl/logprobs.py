@@ -27,7 +27,7 @@ from xentlib.jax.core.logits import Chunk, ChunkedLogits, chunked_logits, scaled
 from xentlib.jax.core.loop import at_rows, gather_tokens, over_chunks, unpack
 from xentlib.jax.core.stats import all_stats, axes_of_stats, put_rows, stats_of
 from xentlib.jax.core.vocab import as_primal, upstream_of, vary, varying
-from xentlib.jax.derivatives import Needs, primal_values, wanted
+from xentlib.jax.derivatives import Needs, differentiable, primal_values, wanted
 from xentlib.jax.head import unwrapped
 from xentlib.jax.placement import run, whole_rows
 from xentlib.logprobs import LogprobOutput
@@ -213,7 +213,6 @@ def coefficients(terms_T: Terms) -> Coefficients:
     return Coefficients(alpha, beta, gamma, own)
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _logprobs(options: Options, arrays: Arrays) -> LogprobOutput[Any]:
     return logprobs_forward(options, whole_rows(options, arrays))[0]
 
@@ -250,8 +249,9 @@ def upstream_in(options: Options, cotangent: LogprobOutput[Any]) -> Upstream | N
     return upstream_of(upstream, axis) if jax.tree.leaves(upstream) else None
 
 
-_logprobs.defvjp(_logprobs_fwd, _logprobs_bwd, symbolic_zeros=True)
-_logprobs_jit = jax.jit(_logprobs, static_argnums=(0,))
+_logprobs_jit = jax.jit(
+    differentiable(_logprobs, _logprobs_fwd, _logprobs_bwd), static_argnums=(0,)
+)
 
 
 def head_logprobs(given: Arguments, place: Placement | None = None) -> LogprobOutput[Any]:

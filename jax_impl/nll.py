@@ -6,7 +6,6 @@ Shapes: N tokens, V vocabulary, H hidden width, T tokens of a chunk, M = N fille
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
 from typing import Any
 
 import jax
@@ -24,7 +23,15 @@ from xentlib.jax.core.logits import Chunk, chunked_logits, scaled
 from xentlib.jax.core.loop import at_rows, gather_tokens, only_chunk, over_chunks, unpack
 from xentlib.jax.core.stats import all_stats, axes_of_stats, put_rows, stats_of, target_info
 from xentlib.jax.core.vocab import agreed_upstream, upstream_of, vary, varying
-from xentlib.jax.derivatives import REFUSED, Needs, named, primal_values, refused, wanted
+from xentlib.jax.derivatives import (
+    REFUSED,
+    Needs,
+    differentiable,
+    named,
+    primal_values,
+    refused,
+    wanted,
+)
 from xentlib.jax.head import unwrapped
 from xentlib.jax.micro_batch import labelled
 from xentlib.jax.placement import run, whole_rows
@@ -94,7 +101,7 @@ def nll_forward(
     # then computed again, unless one chunk holds them all.
     sharded, gathered = options.axis is not None, logits.own is not None
     traits = {"sharded": sharded, "gathered": gathered, "once": any(needs) or gathered}
-    when = schedule(logits.plan, jax.default_backend(), **traits)
+    when = schedule(logits.plan, options.platform, **traits)
     if when != "two passes":
         if sharded:
             axes = varying(logits, factor_N)
@@ -154,7 +161,6 @@ def nll_backward(
     return multiplied.rounded(options, valid_N, primals)
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _nll(options: Options, arrays: Arrays) -> NLLOutput[Any]:
     return nll_forward(options, Needs(), arrays)[0]
 
@@ -176,8 +182,7 @@ def _nll_bwd(options: Options, residuals: Any, cotangent: NLLOutput[Any]) -> tup
     return (as_gradients(nll_backward(options, upstream, gradients, valid_N, types)),)
 
 
-_nll.defvjp(_nll_fwd, _nll_bwd, symbolic_zeros=True)
-_nll_jit = jax.jit(_nll, static_argnums=(0,))
+_nll_jit = jax.jit(differentiable(_nll, _nll_fwd, _nll_bwd), static_argnums=(0,))
 
 
 def nll(given: Arguments, place: Placement | None = None) -> NLLOutput[Any]:

@@ -25,7 +25,7 @@ from xentlib.checks.soft_labels import check_none
 from xentlib.divergence import DivergenceOutput
 from xentlib.jax.array_spec import array, array_spec, concrete_on_cpu, only_arrays
 from xentlib.jax.binding import bind
-from xentlib.jax.classes import CLASSES, _classes, check_values, row_sums
+from xentlib.jax.classes import CLASSES, _classes_vjp, check_values, row_sums
 from xentlib.jax.core.algebra import exp
 from xentlib.jax.core.call import (
     Arrays,
@@ -36,7 +36,7 @@ from xentlib.jax.core.call import (
 )
 from xentlib.jax.core.tokens import valid_tokens, widen_labels
 from xentlib.jax.derivatives import named
-from xentlib.jax.divergence import OF_STUDENT, REFUSED, _divergence
+from xentlib.jax.divergence import OF_STUDENT, REFUSED, _divergence_vjp
 from xentlib.jax.head import unwrapped
 from xentlib.jax.micro_batch import labelled
 from xentlib.jax.placement import run
@@ -49,12 +49,12 @@ from xentlib.top_k import TopK
 def of_few(options: Options, own: jax.Array, other: jax.Array, valid: jax.Array) -> jax.Array:
     """`vocab_parallel_divergence` of the classes that are told apart."""
     how, dtype = options.divergence, options.compute_dtype
-    plain = Options(-1, dtype, dtype, dtype, options.chunk_bytes)
+    plain = Options(-1, dtype, dtype, dtype, options.chunk_bytes, options.platform)
     labels = jnp.zeros(valid.shape, jnp.int32)
     beside = DivergenceOptions(how.kind, False, True, False, plain)
     few = plain._replace(divergence=beside, scalars=plain.scalars._replace(beta=how.beta))
     teacher = Arrays(hidden=lax.stop_gradient(other), labels=labels, where=valid)
-    result: jax.Array = _divergence(few, Arrays(own, labels, where=valid, teacher=teacher)).loss
+    result: jax.Array = _divergence_vjp(few, Arrays(own, labels, where=valid, teacher=teacher)).loss
     return result
 
 
@@ -85,7 +85,7 @@ def top_k_flat(options: Options, arrays: Arrays) -> DivergenceOutput[Any]:
     assert ids is not None
     assert log_q is not None
     inner = options._replace(output_dtype=compute, divergence=None)
-    outputs, tail = _classes(inner, arrays._replace(log_q=None))
+    outputs, tail = _classes_vjp(inner, arrays._replace(log_q=None))
     labels = widen_labels(arrays.labels)
     valid = valid_tokens(labels, arrays.where, options.ignore_index) & (ids >= 0).any(axis=1)
     counts = (ids >= 0) & CLASSES.first(ids.astype(jnp.int32)) & valid[:, None]

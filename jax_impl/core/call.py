@@ -46,6 +46,7 @@ class Options(NamedTuple):
     compute_dtype: str
     output_dtype: str
     chunk_bytes: int
+    platform: str  # that the program is for
     scalars: Scalars = Scalars()  # at the default until the trace, where one is an array
     mean: bool = False
     entropy: bool = False

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import os
-from typing import NamedTuple
+from collections.abc import Callable
+from contextvars import ContextVar
+from functools import wraps
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -12,9 +15,14 @@ from jax import lax
 from xentlib.algebra import BLOCK_COLUMNS
 from xentlib.plan import CPU_COLUMN_MULTIPLE, GPU_COLUMN_MULTIPLE, default_chunk_bytes
 
+T = TypeVar("T")
+
+# Of the options whose function is being traced.
+PLATFORM: ContextVar[str | None] = ContextVar("PLATFORM", default=None)
+
 
 class DeviceInfo(NamedTuple):
-    """Of the backend that programs are compiled for."""
+    """Of the platform that a program is for."""
 
     # Below 64 rows XLA's CPU GEMM takes another kernel for a row-major right operand, and a row's
     # bits then depend on the number of rows: up to 80 % of the entries at 8 rows, none from 64. Its
@@ -61,19 +69,49 @@ KINDS = {
 ANOTHER = DeviceInfo(least_rows=1)
 
 
+def platform_of(*arrays: Any) -> str:
+    """What a program of these arrays is for: the devices of their mesh, which are all that a trace
+    has of them, or of the mesh that is set, or those that the arrays are on. Else, as in a trace of
+    arrays that are on no mesh, what this process has: a program for a TPU that is compiled ahead of
+    time on another machine must have its arguments on a mesh of the TPU's topology.
+    """
+    arrays = tuple(x for x in arrays if isinstance(x, jax.Array))
+    meshes = [jax.typeof(x).sharding.mesh for x in arrays]
+    devices = [x.abstract_device for x in (*meshes, jax.sharding.get_abstract_mesh())]
+    devices += [next(iter(x.devices())) for x in arrays if not isinstance(x, jax.core.Tracer)]
+    platforms = [x.platform for x in devices if x is not None]
+    return platforms[0] if platforms else jax.default_backend()
+
+
+def traced_for_its_platform(function: Callable[..., T]) -> Callable[..., T]:
+    """`function(options, ...)`, in whose trace `device_info` is that of the options' platform."""
+
+    @wraps(function)
+    def traced(options: Any, *args: Any) -> T:
+        before = PLATFORM.set(options.platform)
+        try:
+            return function(options, *args)
+        finally:
+            PLATFORM.reset(before)
+
+    return traced
+
+
 def device_info() -> DeviceInfo:
-    return KINDS.get(jax.default_backend(), ANOTHER)
+    """Of the function that is being traced."""
+    return KINDS.get(PLATFORM.get() or jax.default_backend(), ANOTHER)
 
 
-def chunk_bytes(asked: int | None, row_bytes: int = 0) -> int:
+def chunk_bytes(asked: int | None, platform: str, row_bytes: int = 0) -> int:
     """Of a chunk's logits: what was asked for, or what the memory of the first device allows, of
-    which XLA has a share that the environment may name. Several processes, whose cards may differ
-    where their programs may not, do not look."""
-    platform, memory = jax.default_backend(), 0
-    if not asked and platform == "gpu" and jax.process_count() == 1:
+    which XLA on a GPU has a share that the environment may name. Several processes, whose cards may
+    differ where their programs may not, do not look; the chips of a TPU are all of one kind."""
+    memory, here = 0, platform == jax.default_backend()
+    alone = platform == "tpu" or (platform == "gpu" and jax.process_count() == 1)
+    if not asked and here and alone:
         stats = jax.local_devices()[0].memory_stats() or {}
         share = float(os.environ.get("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.75"))
-        memory = int(stats.get("bytes_limit", 0) / share)
+        memory = int(stats.get("bytes_limit", 0) / (share if platform == "gpu" else 1.0))
     return asked or default_chunk_bytes(platform, memory=memory, row_bytes=row_bytes)
 
 

@@ -160,24 +160,28 @@ def test_no_column_twice_in_a_scatter():
 
 
 @pytest.mark.parametrize(
-    ("limit", "share", "processes", "expected"),
+    ("platform", "limit", "share", "processes", "expected"),
     [
-        (59 << 30, None, 1, 2 << 30),  # of 79 GiB
-        (71 << 30, "0.9", 1, 2 << 30),
-        (30 << 30, None, 1, 1 << 30),
-        (18 << 30, None, 1, 512 << 20),
-        (None, None, 1, 1 << 30),
-        (59 << 30, None, 2, 1 << 30),
+        ("gpu", 59 << 30, None, 1, 2 << 30),  # of 79 GiB
+        ("gpu", 71 << 30, "0.9", 1, 2 << 30),
+        ("gpu", 30 << 30, None, 1, 1 << 30),
+        ("gpu", 18 << 30, None, 1, 512 << 20),
+        ("gpu", None, None, 1, 1 << 30),
+        ("gpu", 59 << 30, None, 2, 1 << 30),
+        ("tpu", 95 << 30, None, 2, 1 << 30),  # v5p
+        ("tpu", 31 << 30, None, 2, 512 << 20),  # v6e, of which no share is taken away
+        ("tpu", 15 << 30, None, 1, 512 << 20),  # v5e
+        ("tpu", None, None, 1, 1 << 30),  # ahead of time
     ],
 )
-def test_a_budget_follows_the_memory(monkeypatch, limit, share, processes, expected):
+def test_a_budget_follows_the_memory(monkeypatch, platform, limit, share, processes, expected):
     """But what was asked for is taken."""
     stats = None if limit is None else {"bytes_limit": limit}
-    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    monkeypatch.setattr(jax, "default_backend", lambda: platform)
     monkeypatch.setattr(jax, "process_count", lambda: processes)
     monkeypatch.setattr(jax, "local_devices", lambda: [SimpleNamespace(memory_stats=lambda: stats)])
     monkeypatch.delenv("XLA_PYTHON_CLIENT_MEM_FRACTION", raising=False)
     if share:
         monkeypatch.setenv("XLA_PYTHON_CLIENT_MEM_FRACTION", share)
-    assert device.chunk_bytes(None) == expected
-    assert device.chunk_bytes(100) == 100
+    assert device.chunk_bytes(None, platform) == expected
+    assert device.chunk_bytes(100, platform) == 100

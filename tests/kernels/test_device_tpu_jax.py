@@ -204,3 +204,50 @@ def test_over_shards(of: tuple[str, str]) -> None:
     # Heads of two vocabularies are whole ones.
     case = next(case for case in cases if "vocab" not in case.pair.call.keywords)
     assert held("jax", case.pair, run_mesh(case)) == [], case.way
+
+
+# --- the program is that of the platform that it is for, not of the one that traces it ------------
+
+TPU = jax.sharding.AbstractDevice(device_kind="TPU v5", num_cores=2, platform="tpu")
+ANY, ON_A_TPU = (jax.sharding.AbstractMesh((1,), ("x",), abstract_device=x) for x in (None, TPU))
+
+
+def of_logits(h: Any, w: Any) -> Any:
+    """Also of class probabilities, whose functions are others."""
+    x = h @ w.T
+    out = ours.vocab_parallel_logprobs(x, LABELS, entropy=True)
+    soft = ours.vocab_parallel_logprobs(x, ours.SoftLabels(KEPT[:, 1:3], PROBS[:, :2]))
+    teacher = ours.TeacherTopK(KEPT[:, 1:3], np.log(PROBS[:, :2]))
+    few = ours.chunked_divergence(h, w, teacher, **CAPPED).loss
+    return out.logprobs.sum() + out.entropy.sum() + soft.logprobs.sum() + few
+
+
+def equations(jaxpr: Any) -> Any:
+    """Names and types, without those of variables and functions, which a mesh changes."""
+    for one in jaxpr.eqns:
+        yield one.primitive.name, *(str(x.aval) for x in (*one.invars, *one.outvars))
+        for value in jax.tree.leaves(one.params):
+            inner = getattr(value, "jaxpr", value)
+            if hasattr(inner, "eqns"):
+                yield from equations(inner)
+
+
+@pytest.mark.parametrize("name", [*FUNCTIONS, "of logits"])
+def test_a_program_for_a_tpu_is_traced_anywhere(name: str, monkeypatch: Any) -> None:
+    """Catches: a forward or a backward that asks which device this process has."""
+    step = jax.value_and_grad(
+        {**FUNCTIONS, "of logits": of_logits}[name], (0, 1), name == "smoothed"
+    )
+
+    def program(mesh: Any) -> list[Any]:
+        jax.clear_caches()
+        with jax.sharding.use_abstract_mesh(mesh):
+            return list(equations(jax.make_jaxpr(step)(HIDDEN, WEIGHT).jaxpr))
+
+    here, ahead = program(ANY), program(ON_A_TPU)
+    monkeypatch.setattr(jax, "default_backend", lambda: "tpu")
+    there = program(ANY)
+    assert ahead == there
+    of_a_cpu = {x[0] for x in here if "window" in x[0]}
+    assert of_a_cpu
+    assert not of_a_cpu & {x[0] for x in ahead}

@@ -61,13 +61,14 @@ def default_chunk_bytes(platform: str, *, memory: int = 0, row_bytes: int = 0) -
     on any card of the class: 2 GiB from 72 GiB on, 1 GiB from 36 GiB on and where the memory is not
     known, 512 MiB below. At V=128,256 1 GiB is 2048 tokens. The float32 sum of d weight is read and
     written once a chunk: a tenth of the GEMMs then, half of that at 2 GiB (a model: 790 TFLOP/s,
-    4.3 TB/s).
+    4.3 TB/s). On a TPU 1 GiB at most: of Llama-3's head, compiled for a v5p, 4.2 GiB in all are
+    live then, where full float32 logits have 6.0 (docs/data/tpu.json).
     """
     if platform == "cpu":
         return 64 * MIB if not row_bytes else min(64 * MIB, max(8 * MIB, CPU_ROWS * row_bytes))
     for least, budget in MEMORY_CLASSES:
         if memory >= least:
-            return budget
+            return min(budget, 1024 * MIB) if platform == "tpu" else budget
     return 1024 * MIB if memory == 0 else 512 * MIB
 
 
