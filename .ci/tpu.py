@@ -44,7 +44,7 @@ from jax.sharding import PartitionSpec as P
 
 import xentlib.jax as ours
 from helpers.instructions import Instruction, Program
-from xentlib.plan import default_chunk_bytes, peak_bytes, plan_chunks
+from xentlib.plan import TPU_ROW_MULTIPLE, default_chunk_bytes, peak_bytes, plan_chunks
 
 GIB, DEVICES, TILES = 2**30, 4, 8
 CHIPS = {"v5e": "v5e:2x2", "v5p": "v5p:2x2x1", "v6e": "v6e:2x2"}
@@ -245,6 +245,7 @@ def read(head: Head, name: str, made: Any) -> dict[str, Any]:
     seconds = made.cost_analysis()["optimal_seconds"]
     plan = plan_of(head, name)
     classes, tokens = plan.vocab_size, plan.even_tokens
+    tokens += -tokens % TPU_ROW_MULTIPLE if name not in PEERS else 0
     whole = {"optax": head.tokens, "optax alone": head.tokens, "tiling": head.tokens // TILES}
     logits = whole.get(name, tokens) * classes
     called = {x.called for block in program.blocks.values() for x in block if x.called}

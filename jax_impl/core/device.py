@@ -13,7 +13,12 @@ import jax.numpy as jnp
 from jax import lax
 
 from xentlib.algebra import BLOCK_COLUMNS
-from xentlib.plan import CPU_COLUMN_MULTIPLE, GPU_COLUMN_MULTIPLE, default_chunk_bytes
+from xentlib.plan import (
+    CPU_COLUMN_MULTIPLE,
+    GPU_COLUMN_MULTIPLE,
+    TPU_ROW_MULTIPLE,
+    default_chunk_bytes,
+)
 
 T = TypeVar("T")
 
@@ -52,6 +57,7 @@ class DeviceInfo(NamedTuple):
     # leading axis. A TPU that reduces blocks along a row's lanes copies the chunk to the other
     # order and back: 80 bytes a logit of a loss with its gradients, not 24.
     classes_lead: bool = False
+    row_multiple: int = 1  # of a chunk
 
 
 KINDS = {
@@ -64,7 +70,12 @@ KINDS = {
         column_multiple=CPU_COLUMN_MULTIPLE,
     ),
     "gpu": DeviceInfo(least_rows=1, adds_in_order=False, column_multiple=GPU_COLUMN_MULTIPLE),
-    "tpu": DeviceInfo(least_rows=1, column_multiple=BLOCK_COLUMNS, classes_lead=True),
+    "tpu": DeviceInfo(
+        least_rows=1,
+        column_multiple=BLOCK_COLUMNS,
+        classes_lead=True,
+        row_multiple=TPU_ROW_MULTIPLE,
+    ),
 }
 ANOTHER = DeviceInfo(least_rows=1)
 

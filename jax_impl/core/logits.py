@@ -118,6 +118,7 @@ def chunked_logits(
         low_out = None if low_out is None else jnp.pad(low_out, ((0, more), (0, 0)))
     rows = plan.even_tokens if isinstance(num_tokens, int) else plan.chunk_tokens
     rows = max(rows, pad_rows(-(-device_info().least_entries // max(1, columns))))
+    rows += -rows % device_info().row_multiple
     if options.gathered:  # as many of each device
         rows = pad_rows(-(-rows // ranks))
     rows = rows if beside is None else beside.chunk_rows

@@ -89,7 +89,7 @@ def test_dz_does_not_show_chunks() -> None:
 
 # --- the other functions, against this device's own program --------------------------------------
 
-N, H, V = 70, 24, 301
+N, H, V = 150, 24, 301
 RNG = np.random.default_rng(3)
 HIDDEN, WEIGHT = (RNG.standard_normal(x).astype(np.float32) for x in ((N, H), (V, H)))
 OTHER = (WEIGHT + 0.3 * RNG.standard_normal((V, H))).astype(np.float32)
@@ -98,7 +98,7 @@ IDS = np.argsort(RNG.random((N, V)), axis=1)[:, :4].astype(np.int32)
 KEPT = np.concatenate([LABELS[:, None], np.where(LABELS[:, None] == IDS, -1, IDS)], axis=1)
 LOW_RANK = [RNG.standard_normal(x).astype(np.float32) for x in ((3, H), (V, 3))]
 PROBS = RNG.dirichlet(np.ones(V), N).astype(np.float32)
-CAPPED: dict[str, Any] = {"softcap": 3.0, "max_chunk_bytes": 64 * V * 4}
+CAPPED: dict[str, Any] = {"softcap": 3.0, "max_chunk_bytes": 128 * V * 4}
 
 
 def further(h: Any, w: Any) -> Any:

@@ -16,6 +16,7 @@ from xentlib.plan.split import (
     GPU_COLUMN_MULTIPLE,
     MIB,
     TILE_ROWS,
+    TPU_ROW_MULTIPLE,
     ChunkPlan,
     block_bytes,
     block_tokens,
@@ -75,10 +76,9 @@ def peak_bytes(
     into that of d weight, rows of a chunk, and cuBLAS's workspace; a copy of the head where V is no
     multiple of 8. Of one chunk alone XLA needs up to a quarter less.
 
-    On a TPU, in JAX within 10 % of the compiler's count for a v5p, inputs included: a chunk, of a V
-    that is no multiple of 128 its dz in the dtype of the operands and the head that is filled up,
-    and float32 d weight and d hidden; or at the end those and their rounded copies. A softcap has
-    a dz, and a head laid out [H, V] a copy of it, which are not in this.
+    On a TPU, in JAX within 10 % of the compiler's count for a v5p, inputs included: the same
+    without cuBLAS, of chunks of a multiple of 128 tokens, with a dz only where V is no multiple of
+    128. A softcap has a dz too, and a head laid out [H, V] is copied, which this does not count.
 
     Of a plan with a `teacher_size`, `chunked_divergence` with a `TeacherHead`, eager also on a GPU
     and there for PyTorch alone. No gradient of the teacher is made.
@@ -125,7 +125,7 @@ def peak_bytes(
         rounded = platform != "cpu" and gradient and narrow < size
         return max(sum(walk.values()), entries * (size + narrow) if rounded else 0)
     if platform != "cpu":
-        return (_jax_on_tpu if platform == "tpu" else _jax_on_gpu)(plan, dtype, gradient)
+        return _jax_on_accelerator(plan, dtype, gradient, platform)
     size = plan.compute_itemsize
     tokens = plan.even_tokens
     more = -plan.vocab_size % CPU_COLUMN_MULTIPLE
@@ -216,35 +216,24 @@ def _with_classes(plan: ChunkPlan, dtype: str, gradient: bool, kept: int, ids: i
     return max(before, during)
 
 
-def _jax_on_gpu(plan: ChunkPlan, dtype: str, gradient: bool) -> int:
-    size, narrow = plan.compute_itemsize, ITEMSIZE[dtype]
-    more = -plan.vocab_size % GPU_COLUMN_MULTIPLE
+def _jax_on_accelerator(plan: ChunkPlan, dtype: str, gradient: bool, platform: str) -> int:
+    size, narrow, on_tpu = plan.compute_itemsize, ITEMSIZE[dtype], platform == "tpu"
+    more, tokens = -plan.vocab_size % GPU_COLUMN_MULTIPLE, plan.even_tokens
+    tokens += -tokens % TPU_ROW_MULTIPLE if on_tpu else 0
     columns = plan.vocab_size + more
     head, trunk = columns * plan.hidden_size, plan.num_tokens * plan.hidden_size
-    chunk, rows = plan.even_tokens * columns, plan.even_tokens * plan.hidden_size
-    filled = head * narrow if more else 0
+    chunk, rows = tokens * columns, tokens * plan.hidden_size
+    filled, workspace = head * narrow if more else 0, 0 if on_tpu else WORKSPACE
     if not gradient:
-        return chunk * size + rows * narrow + filled + WORKSPACE
+        return chunk * size + rows * narrow + filled + workspace
+    dz = 0 if on_tpu and not more else chunk * narrow
     d_weight = head * narrow if more or narrow < size else 0
     d_hidden = trunk * narrow if narrow < size else 0
     # Where d weight will be is room for an array of the loop: for the largest that fits.
-    scratch = (chunk * size, chunk * narrow, rows * size)
+    scratch = (chunk * size, dz, rows * size)
     shared = max((x for x in scratch if x <= d_weight), default=0)
-    total = chunk * (size + narrow) + rows * (narrow + 2 * size) + (head + trunk) * size
-    return total + filled + d_weight + d_hidden - shared + WORKSPACE
-
-
-def _jax_on_tpu(plan: ChunkPlan, dtype: str, gradient: bool) -> int:
-    size, narrow = plan.compute_itemsize, ITEMSIZE[dtype]
-    more = -plan.vocab_size % BLOCK_COLUMNS
-    head, trunk = plan.vocab_size * plan.hidden_size, plan.num_tokens * plan.hidden_size
-    chunk = plan.even_tokens * (plan.vocab_size + more)
-    filled = (head + more * plan.hidden_size) * narrow if more else 0
-    if not gradient:
-        return chunk * size + filled
-    sums, of_dz = (head + trunk) * size, chunk * narrow if more else 0
-    rounded = (head + trunk) * narrow if narrow < size else 0
-    return sums + max(chunk * size + of_dz + filled, rounded)
+    total = chunk * size + dz + rows * (narrow + 2 * size) + (head + trunk) * size
+    return total + filled + d_weight + d_hidden - shared + workspace
 
 
 def given_peak_bytes(
