@@ -72,7 +72,7 @@ HEADS = {
     "gemma3-27b": Head(8192, 5376, 262_208),
     "qwen3-0.6b": Head(8192, 1024, 151_936),
     "gpt2": Head(8192, 768, 50_257),
-    "small": Head(2048, 512, 32_000, (("max_chunk_bytes", 64 * 2**20),)),
+    "small": Head(4096, 256, 50_001, (("max_chunk_bytes", 2**28),)),
 }
 
 
@@ -187,6 +187,7 @@ CALLS = {
     "tiling": gradients(tiled),
     "products": products,
 }
+BESIDE = ("divergence", SOFT)  # whose chunks have another beside them, and half as many tokens
 MESHES = {"mesh auto": AxisType.Auto, "mesh explicit": AxisType.Explicit}
 PEERS = ("optax", "optax alone", "tiling", "products")
 OPTIONS_OF_PEERS = ("softcap", "weight_layout")
@@ -231,7 +232,7 @@ def plan_of(head: Head, name: str = "nll") -> Any:
         -(-head.vocab // (DEVICES if name == "vocab_parallel" else 1)),
         head.hidden,
         dtype=head.dtype,
-        max_chunk_bytes=asked,
+        max_chunk_bytes=asked // (2 if name in BESIDE else 1),
     )
 
 
@@ -321,7 +322,7 @@ def planned(head: Head, name: str) -> float | None:
     weight = head.hidden * head.vocab
     total += itemsize * (weight + head.hidden * head.tokens)
     # What the formula says that it has not.
-    total += itemsize * weight if head.layout == "HV" else 0
+    total += itemsize * weight if head.layout == "HV" and name != "nll alone" else 0
     if "softcap" in dict(head.options) and name != "nll alone":
         total += itemsize * plan.even_tokens * head.vocab
     return round(total / GIB, 3)
@@ -357,6 +358,7 @@ def main() -> int:
                 column[key] = found
                 print(key, json.dumps(found), flush=True)
                 if args.out:
+                    table.setdefault("heads", {})[label] = HEADS[label]._asdict()
                     args.out.write_text(json.dumps(table, indent=1) + "\n")
     return 0
 

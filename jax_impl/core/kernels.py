@@ -105,7 +105,7 @@ class XLA(NamedTuple):
         if rows.more is not None and of.more is not None:
             dz_TV = dz_TV.at[at_columns(rows.more.columns)].add(of.more, mode="drop")
         if logits.derivative_TV is not None:
-            dz_y_T = dz_y_T * take_one(logits.derivative_TV, rows.y_T1)
+            dz_y_T = dz_y_T * take_one(logits.derivative_TV, rows.y_T1, stored=False)
         here_T = rows.valid_T if rows.owned_T is None else rows.valid_T & rows.owned_T
         dz_y_T = jnp.where(here_T, dz_y_T, 0.0)
         dz_TV, sums_V = self.chained(
@@ -148,7 +148,7 @@ class XLA(NamedTuple):
         taken_TV = is_target(rows, z_TV)
         if shape.padded_from is not None:
             taken_TV |= columns_of(z_TV) >= shape.padded_from
-        z_y = take_one(z_TV, rows.y_T1)
+        z_y = take_one(z_TV, rows.y_T1, stored=z_TV is rows.z_TV)
         z_more, top, z_top, taken = None, None, None, []
         if rows.more is not None:
             z_more = take(z_TV, rows.more.columns)

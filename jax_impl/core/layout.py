@@ -29,8 +29,8 @@ def product(x_TH: jax.Array, head: jax.Array, axis_h: int, dtype: str) -> jax.Ar
     """Logits of rows and a head, whose columns are whole blocks where classes lead."""
     if not device_info().classes_lead:
         return contract(x_TH, head, 1, axis_h, dtype)
-    # Behind a barrier, or XLA swaps the operands back.
-    z_VT: jax.Array = lax.optimization_barrier(contract(head, x_TH, axis_h, 1, dtype))
+    # Or XLA swaps the operands back, for a v6e also across a barrier.
+    z_VT: jax.Array = with_layout_constraint(contract(head, x_TH, axis_h, 1, dtype), Layout((0, 1)))
     columns, rows = z_VT.shape
     return z_VT.reshape(columns // BLOCK_COLUMNS, BLOCK_COLUMNS, rows)
 
@@ -99,11 +99,12 @@ def take(x_TV: jax.Array, columns_TK: jax.Array) -> jax.Array:
     return jnp.take_along_axis(x_TV, columns_TK, axis=1, mode="clip")
 
 
-def take_one(x_TV: jax.Array, column_T1: jax.Array) -> jax.Array:
-    """[T] of one column of each row; of one that there is not, of no meaning."""
-    if not device_info().classes_lead:
+def take_one(x_TV: jax.Array, column_T1: jax.Array, *, stored: bool) -> jax.Array:
+    """[T] of one column of each row; of one that there is not, of no meaning. `stored`: it is an
+    array in memory, and not made on the way, of which a TPU's gather would store one: 34 bytes a
+    logit of a softcap's loss and gradients, not 26."""
+    if stored or not device_info().classes_lead:
         return take(x_TV, column_T1)[:, 0]
-    # No gather, whose operand would be an array of its own.
     only = columns_of(x_TV) == per_row(column_T1)
     taken: jax.Array = jnp.where(only, x_TV, 0.0).sum(axis=(0, 1))
     return taken

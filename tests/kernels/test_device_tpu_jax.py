@@ -161,18 +161,19 @@ def test_the_other_functions(name: str, request: Any) -> None:
 
 
 @pytest.mark.usefixtures("as_on_a_tpu")
-def test_the_program_is_the_tpus() -> None:
-    """Catches: this device's traits, a gather of targets from logits, a head that each chunk fills
-    up."""
-    step = jax.value_and_grad(lambda h, w: ours.chunked_nll(h, w, LABELS).loss, (0, 1))
+@pytest.mark.parametrize("how", [{}, {"softcap": 3.0}], ids=["stored", "softcap"])
+def test_the_program_is_the_tpus(how: dict[str, Any]) -> None:
+    """Catches: this device's traits, a gather of targets from logits that are stored for it, a head
+    that each chunk fills up."""
+    step = jax.value_and_grad(lambda h, w: ours.chunked_nll(h, w, LABELS, **how).loss, (0, 1))
     text = jax.jit(step).lower(HIDDEN, WEIGHT).as_text()
     columns = V + -V % 128
     products = re.findall(r"stablehlo.dot_general.*-> tensor<(\d+)x(\d+)xf32>", text)
     assert [a for a, b in products if int(a) == columns and int(b) != H]
     assert not [a for a, b in products if int(b) == columns]
-    gathered = re.findall(r'stablehlo.gather".*: \(tensor<([\dx]+)xf32>', text)
-    heads = f"{columns}x{H}", f"{H}x{columns}"  # of which rows are taken
-    assert not [x for x in gathered if str(columns) in x.split("x") and x not in heads]
+    gathers = re.findall(r'stablehlo.gather".*: \(tensor<([\dx]+)xf32>', text)
+    logits = [x for x in gathers if x.startswith(f"{columns // 128}x128x")]
+    assert len(logits) == (0 if how else 1)
 
 
 # --- every function over sizes that fill no block, alone and over shards -------------------------
@@ -204,6 +205,20 @@ def test_over_shards(of: tuple[str, str]) -> None:
     # Heads of two vocabularies are whole ones.
     case = next(case for case in cases if "vocab" not in case.pair.call.keywords)
     assert held("jax", case.pair, run_mesh(case)) == [], case.way
+
+
+@pytest.mark.usefixtures("as_on_a_tpu")
+def test_vmap() -> None:
+    """Catches: a constraint on the layout that has no rule for it."""
+
+    def step(h: Any, w: Any) -> Any:
+        return jax.value_and_grad(lambda *x: ours.chunked_nll(*x, LABELS).loss, (0, 1))(h, w)
+
+    h, w = (np.stack([x, 2 * x]) for x in (HIDDEN, WEIGHT))
+    together = jax.vmap(step)(h, w)
+    for k in range(2):
+        for got, right in zip(jax.tree.leaves(together), jax.tree.leaves(step(h[k], w[k]))):
+            assert not failures(check("A9", got[k], right, metrics=("rho / u",)))
 
 
 # --- the program is that of the platform that it is for, not of the one that traces it ------------

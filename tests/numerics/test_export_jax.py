@@ -88,7 +88,10 @@ def test_lowers_for_devices_that_are_not_there(name, platform):
         jax.ShapeDtypeStruct(*shape, sharding=place)
         for shape, place in zip(shapes, places, strict=True)
     ]
-    exported = export.export(jax.jit(step), platforms=[platform])(*arguments)
+    # A TPU's logits and an [H, V] gradient have a layout that the compiler would not choose.
+    unguarded = [export.DisabledSafetyCheck.custom_call("LayoutConstraint")]
+    checks = {"disabled_checks": unguarded} if platform == "tpu" else {}
+    exported = export.export(jax.jit(step), platforms=[platform], **checks)(*arguments)
     assert exported.platforms == (platform,)
     assert exported.nr_devices == (4 if shards else 1)
     text = exported.mlir_module()
@@ -104,4 +107,6 @@ def test_lowers_for_devices_that_are_not_there(name, platform):
     if name != "given logits":
         assert all("f32" in result and "f32" not in sides for sides, result in of_the_head)
     targets = set(re.findall(r"custom_call @(\w+)", text))
-    assert targets <= {"Sharding", "SPMDFullToShardShape", "SPMDShardToFullShape"}
+    layouts = {"LayoutConstraint"} if platform == "tpu" and name != "given logits" else set()
+    assert targets - layouts <= {"Sharding", "SPMDFullToShardShape", "SPMDShardToFullShape"}
+    assert targets >= layouts

@@ -1,0 +1,91 @@
+"""What libtpu makes of programs for TPUs that are not there, and the plan of their peak."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from xentlib.plan import default_chunk_bytes, peak_bytes, plan_chunks
+
+ROOT = Path(__file__).parents[2]
+TABLE = json.loads((ROOT / "docs" / "data" / "tpu.json").read_text())
+LIBTPU = ROOT / "build" / "libtpu" / "libtpu" / "libtpu.so"
+GIB = 2**30
+# Bytes that each pass moves of a logit, at most: written once, and read for a maximum, two sums at
+# once, a target, and dz, which is stored where V is no multiple of 128.
+MOST = {"nll": [32.0], "nll alone": [20.0], "logprobs": [20.0, 14.0]}
+PRODUCTS = {"nll": 3, "nll alone": 1, "logprobs": 4}
+
+
+def beside_inputs(row: dict[str, Any], head: dict[str, Any]) -> float:
+    """Bytes that are live at the peak without those of hidden states and of the head."""
+    itemsize = {"bfloat16": 2, "float32": 4}[head["dtype"]]
+    inputs = itemsize * head["hidden"] * (head["tokens"] + head["vocab"])
+    return row["live_gib"] * GIB - inputs
+
+
+def plain_heads() -> list[str]:
+    """Rows of a v5p whose peak the plan has: none of a softcap or of [H, V]."""
+    heads = {x for x, y in TABLE["heads"].items() if not y["options"] and y["layout"] == "VH"}
+    keys = [key.split(", ") for key in TABLE["now"]]
+    return [", ".join(x) for x in keys if x[0] == "v5p" and x[1] in heads and x[2] in MOST]
+
+
+@pytest.mark.cpu
+@pytest.mark.parametrize("key", plain_heads())
+def test_the_plan_is_the_compiler_s_count(key: str) -> None:
+    """Within a tenth of what is live. Catches: the plan of a GPU, or one without a chunk."""
+    _, label, call = key.split(", ")
+    row, head = TABLE["now"][key], TABLE["heads"][label]
+    plan = plan_chunks(
+        head["tokens"],
+        head["vocab"],
+        head["hidden"],
+        dtype=head["dtype"],
+        max_chunk_bytes=default_chunk_bytes("tpu"),
+    )
+    how: dict[str, Any] = {"gradient": call != "nll alone", "recompute": call == "logprobs"}
+    planned = peak_bytes(plan, backend="jax", dtype=head["dtype"], platform="tpu", **how)
+    assert abs(planned - beside_inputs(row, head)) <= row["live_gib"] * GIB / 10
+
+
+@pytest.mark.cpu
+def test_less_memory_than_full_logits() -> None:
+    """Of every head, with gradients, at the default chunk."""
+    peers = {x.removesuffix(", optax"): y for x, y in TABLE["peers"].items() if "optax" in x}
+    ours = {key: TABLE["now"][f"{key}, nll"]["live_gib"] for key in peers if "alone" not in key}
+    assert len(ours) >= 4
+    assert all(live < peers[key]["live_gib"] for key, live in ours.items())
+
+
+@pytest.fixture(scope="module")
+def compiled(tmp_path_factory: Any) -> dict[str, Any]:
+    """A small head, of the working tree; in a process of its own, as libtpu is loaded once."""
+    pytest.importorskip("jax")
+    if not LIBTPU.is_file():
+        pytest.skip("libtpu is not in build/libtpu: `make tpu` downloads it, 213 MB")
+    out = tmp_path_factory.mktemp("tpu") / "table.json"
+    small = ["--head", "small", "--call", *MOST, "--out", str(out)]
+    subprocess.run([sys.executable, ".ci/tpu.py", *small], cwd=ROOT, check=True)
+    rows: dict[str, Any] = json.loads(out.read_text())["now"]
+    return {key.split(", ")[2]: row for key, row in rows.items()}
+
+
+@pytest.mark.jax
+@pytest.mark.cpu
+@pytest.mark.parametrize("call", MOST)
+def test_programs_of_a_small_head(call: str, compiled: dict[str, Any]) -> None:
+    """Catches: targets that are gathered, blocks along lanes, traits of this process's device."""
+    row = compiled[call]
+    assert "failed" not in row, row
+    assert row["products"] == PRODUCTS[call]
+    assert row["copies"] == 0
+    assert len(row["bytes_a_logit"]) == len(MOST[call])
+    assert np.all(np.array(row["bytes_a_logit"]) <= MOST[call])
+    assert abs(row["planned_gib"] - row["live_gib"]) <= row["live_gib"] / 10
