@@ -11,6 +11,10 @@ import math
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.experimental.layout import Layout, with_layout_constraint
+
+from xentlib.algebra import BLOCK_COLUMNS
+from xentlib.jax.core.device import device_info
 
 MANTISSA = {"bfloat16": (8, 7), "float16": (5, 10)}
 # float16 is normal from here on; below, its numbers are the multiples of 2^-24.
@@ -26,6 +30,16 @@ def contract(a: jax.Array, b: jax.Array, axis_a: int, axis_b: int, dtype: str) -
         precision=lax.Precision.HIGHEST,
         preferred_element_type=jnp.dtype(dtype),
     )
+
+
+def product(x_TH: jax.Array, head: jax.Array, axis_h: int, dtype: str) -> jax.Array:
+    """Logits of rows and a head, whose columns are whole blocks where classes lead."""
+    if not device_info().classes_lead:
+        return contract(x_TH, head, 1, axis_h, dtype)
+    # Or XLA swaps the operands back, for a v6e also across a barrier.
+    z_VT: jax.Array = with_layout_constraint(contract(head, x_TH, axis_h, 1, dtype), Layout((0, 1)))
+    columns, rows = z_VT.shape
+    return z_VT.reshape(columns // BLOCK_COLUMNS, BLOCK_COLUMNS, rows)
 
 
 def column_sums(x_TV: jax.Array, dtype: str) -> jax.Array:

@@ -22,17 +22,6 @@ from jax.experimental.layout import Layout, with_layout_constraint
 
 from xentlib.algebra import BLOCK_COLUMNS
 from xentlib.jax.core.device import device_info
-from xentlib.jax.core.gemm import contract
-
-
-def product(x_TH: jax.Array, head: jax.Array, axis_h: int, dtype: str) -> jax.Array:
-    """Logits of rows and a head, whose columns are whole blocks where classes lead."""
-    if not device_info().classes_lead:
-        return contract(x_TH, head, 1, axis_h, dtype)
-    # Or XLA swaps the operands back, for a v6e also across a barrier.
-    z_VT: jax.Array = with_layout_constraint(contract(head, x_TH, axis_h, 1, dtype), Layout((0, 1)))
-    columns, rows = z_VT.shape
-    return z_VT.reshape(columns // BLOCK_COLUMNS, BLOCK_COLUMNS, rows)
 
 
 def from_rows(x_TV: jax.Array) -> jax.Array:

@@ -14,8 +14,9 @@ from jax import lax
 from xentlib.jax.core.call import Arrays, Options, with_arrays
 from xentlib.jax.core.consistency import RankConsistency, consistency_of
 from xentlib.jax.core.device import device_info
+from xentlib.jax.core.gemm import product
 from xentlib.jax.core.kernels import XLA, LogitsBlock, LogitTransform
-from xentlib.jax.core.layout import from_rows, product
+from xentlib.jax.core.layout import from_rows
 from xentlib.jax.core.lora import LoraActivations, LowRank, activations_of, add_logits, low_rank
 from xentlib.jax.core.tokens import Tokens, select_tokens
 from xentlib.jax.core.vocab import shard_here

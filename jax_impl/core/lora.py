@@ -12,8 +12,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from xentlib.jax.core.call import Arrays, Options
-from xentlib.jax.core.gemm import contract, round_to
-from xentlib.jax.core.layout import product
+from xentlib.jax.core.gemm import contract, product, round_to
 
 # Of 8 bits or more each: what float32 has.
 PARTS = 3

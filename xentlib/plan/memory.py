@@ -125,7 +125,7 @@ def peak_bytes(
         rounded = platform != "cpu" and gradient and narrow < size
         return max(sum(walk.values()), entries * (size + narrow) if rounded else 0)
     if platform != "cpu":
-        return _jax_on_accelerator(plan, dtype, gradient, platform)
+        return _jax_on_accelerator(plan, dtype, gradient, recompute, platform)
     size = plan.compute_itemsize
     tokens = plan.even_tokens
     more = -plan.vocab_size % CPU_COLUMN_MULTIPLE
@@ -216,7 +216,9 @@ def _with_classes(plan: ChunkPlan, dtype: str, gradient: bool, kept: int, ids: i
     return max(before, during)
 
 
-def _jax_on_accelerator(plan: ChunkPlan, dtype: str, gradient: bool, platform: str) -> int:
+def _jax_on_accelerator(
+    plan: ChunkPlan, dtype: str, gradient: bool, recompute: bool, platform: str
+) -> int:
     size, narrow, on_tpu = plan.compute_itemsize, ITEMSIZE[dtype], platform == "tpu"
     more, tokens = -plan.vocab_size % GPU_COLUMN_MULTIPLE, plan.even_tokens
     tokens += -tokens % TPU_ROW_MULTIPLE if on_tpu else 0
@@ -224,16 +226,20 @@ def _jax_on_accelerator(plan: ChunkPlan, dtype: str, gradient: bool, platform: s
     head, trunk = columns * plan.hidden_size, plan.num_tokens * plan.hidden_size
     chunk, rows = tokens * columns, tokens * plan.hidden_size
     filled, workspace = head * narrow if more else 0, 0 if on_tpu else WORKSPACE
+    alone = chunk * size + rows * narrow + filled + workspace
     if not gradient:
-        return chunk * size + rows * narrow + filled + workspace
-    dz = 0 if on_tpu and not more else chunk * narrow
+        return alone
+    # On a TPU dz is stored beside the logits of a V that was filled up; computed again, in their
+    # place, by the product that makes them.
+    again = on_tpu and recompute
+    logits, dz = 0 if again else chunk * size, chunk * narrow if again or more or not on_tpu else 0
     d_weight = head * narrow if more or narrow < size else 0
     d_hidden = trunk * narrow if narrow < size else 0
     # Where d weight will be is room for an array of the loop: for the largest that fits.
-    scratch = (chunk * size, dz, rows * size)
+    scratch = (logits, dz, rows * size)
     shared = max((x for x in scratch if x <= d_weight), default=0)
-    total = chunk * size + dz + rows * (narrow + 2 * size) + (head + trunk) * size
-    return total + filled + d_weight + d_hidden - shared + workspace
+    total = logits + dz + rows * (narrow + 2 * size) + (head + trunk) * size
+    return max(alone, total + filled + d_weight + d_hidden - shared + workspace)
 
 
 def given_peak_bytes(
