@@ -224,7 +224,10 @@ def test_vmap() -> None:
 # --- the program is that of the platform that it is for, not of the one that traces it ------------
 
 TPU = jax.sharding.AbstractDevice(device_kind="TPU v5", num_cores=2, platform="tpu")
-ANY, ON_A_TPU = (jax.sharding.AbstractMesh((1,), ("x",), abstract_device=x) for x in (None, TPU))
+AUTO = (jax.sharding.AxisType.Auto,)
+ANY, ON_A_TPU = (
+    jax.sharding.AbstractMesh((1,), ("x",), AUTO, abstract_device=x) for x in (None, TPU)
+)
 
 
 def of_logits(h: Any, w: Any) -> Any:

@@ -16,7 +16,7 @@ pytestmark = [pytest.mark.jax, pytest.mark.cpu]
 
 import jax.numpy as jnp  # noqa: E402
 from jax import export  # noqa: E402
-from jax.sharding import NamedSharding  # noqa: E402
+from jax.sharding import AxisType, NamedSharding  # noqa: E402
 from jax.sharding import PartitionSpec as P  # noqa: E402
 
 from xentlib.jax import chunked_logprobs, chunked_nll, vocab_parallel_logprobs  # noqa: E402
@@ -43,7 +43,8 @@ def given(hidden, weight, labels, **how):
 def absent(platform, devices):
     """A mesh of devices that are not there."""
     device = jax.sharding.AbstractDevice(device_kind="any", num_cores=None, platform=platform)
-    return jax.sharding.AbstractMesh((devices,), ("tp",), abstract_device=device)
+    types = (AxisType.Auto,)
+    return jax.sharding.AbstractMesh((devices,), ("tp",), types, abstract_device=device)
 
 
 def over_the_vocabulary(loss, mesh):
