@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
 from contextvars import ContextVar
-from functools import wraps
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -19,8 +17,6 @@ from xentlib.plan import (
     TPU_ROW_MULTIPLE,
     default_chunk_bytes,
 )
-
-T = TypeVar("T")
 
 # Of the options whose function is being traced.
 PLATFORM: ContextVar[str | None] = ContextVar("PLATFORM", default=None)
@@ -92,20 +88,6 @@ def platform_of(*arrays: Any) -> str:
     devices += [next(iter(x.devices())) for x in arrays if not isinstance(x, jax.core.Tracer)]
     platforms = [x.platform for x in devices if x is not None]
     return platforms[0] if platforms else jax.default_backend()
-
-
-def traced_for_its_platform(function: Callable[..., T]) -> Callable[..., T]:
-    """`function(options, ...)`, in whose trace `device_info` is that of the options' platform."""
-
-    @wraps(function)
-    def traced(options: Any, *args: Any) -> T:
-        before = PLATFORM.set(options.platform)
-        try:
-            return function(options, *args)
-        finally:
-            PLATFORM.reset(before)
-
-    return traced
 
 
 def device_info() -> DeviceInfo:

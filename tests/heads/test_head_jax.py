@@ -26,6 +26,7 @@ from jax import lax  # noqa: E402
 from jax.sharding import NamedSharding  # noqa: E402
 from jax.sharding import PartitionSpec as P  # noqa: E402
 
+import xentlib.jax as ours  # noqa: E402
 from helpers.heads_jax import (  # noqa: E402
     KERNEL,
     LOW,
@@ -258,3 +259,31 @@ def test_each_road_to_the_gradients(road, gather):
     with jax.set_mesh(mesh):
         _, gradients = wrap(jax.value_and_grad(body, has_aux=True))(leaves, rest)
     hold_shards(p, "nll", {name: whole(g) for name, g in zip(GRADIENTS, gradients)})
+
+
+# --- whole arrays on a mesh with Explicit axes, which is not set ---------------------------------
+
+FEW = np.arange(6, dtype=np.int32) % 5
+WHOLE = {
+    "nll": lambda h, w: ours.chunked_nll(h, w, FEW).loss,
+    "class probabilities": lambda h, w: ours.chunked_nll(h, w, np.eye(9)[FEW].astype("f")).loss,
+    "logprobs": lambda h, w: ours.chunked_logprobs(h, w, FEW, entropy=True).entropy.sum(),
+    "kept": lambda h, w: ours.chunked_logprobs(h, w, FEW, kept=FEW[:, None]).logprobs.sum(),
+    "divergence": lambda h, w: (
+        ours.chunked_divergence(h, w, ours.TeacherHead(*lax.stop_gradient((2 * h, w)))).loss
+    ),
+    "logits": lambda h, w: ours.vocab_parallel_logprobs(h @ w.T, FEW).logprobs.sum(),
+}
+
+
+@pytest.mark.parametrize("name", WHOLE)
+def test_whole_arrays_on_explicit_axes(name):
+    """As without a mesh. Catches: a loop whose carry has no mesh in its type, where what is added
+    to it has. Outside `jit` JAX wants the mesh to be set, and says so."""
+    rng = np.random.default_rng(2)
+    arrays = [rng.standard_normal(shape).astype(np.float32) for shape in ((6, 4), (9, 4))]
+    step = jax.jit(jax.value_and_grad(WHOLE[name], (0, 1)))
+    right = step(*arrays)
+    got = step(*jax.device_put(arrays, NamedSharding(mesh_of(data=2), P())))
+    for one, other in zip(jax.tree.leaves(got), jax.tree.leaves(right), strict=True):
+        assert np.array_equal(one, other)
