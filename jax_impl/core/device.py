@@ -87,7 +87,8 @@ def platform_of(*arrays: Any) -> str:
     devices = [x.abstract_device for x in (*meshes, jax.sharding.get_abstract_mesh())]
     devices += [next(iter(x.devices())) for x in arrays if not isinstance(x, jax.core.Tracer)]
     platforms = [x.platform for x in devices if x is not None]
-    return platforms[0] if platforms else jax.default_backend()
+    platform = platforms[0] if platforms else jax.default_backend()
+    return "gpu" if platform in ("cuda", "rocm") else platform
 
 
 def device_info() -> DeviceInfo:

@@ -76,7 +76,7 @@ def test_lowers_for_devices_that_are_not_there(name, platform):
     loss, options, shards, products = CALLS[name]
     whole = V // 4 if shards else V
     options = options | {"max_chunk_bytes": ROWS * whole * 4}
-    mesh = absent({"cuda": "gpu"}.get(platform, platform), 4 if shards else 1)
+    mesh = absent(platform, 4 if shards else 1)
     places = (NamedSharding(mesh, P()),) * 3
     if shards:
         loss, places = over_the_vocabulary(loss, mesh)
