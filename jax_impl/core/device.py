@@ -86,8 +86,7 @@ def platform_of(*arrays: Any) -> str:
     meshes = [jax.typeof(x).sharding.mesh for x in arrays]
     devices = [x.abstract_device for x in (*meshes, jax.sharding.get_abstract_mesh())]
     devices += [next(iter(x.devices())) for x in arrays if not isinstance(x, jax.core.Tracer)]
-    platforms = [x.platform for x in devices if x is not None]
-    platform = platforms[0] if platforms else jax.default_backend()
+    platform, *_ = (*(x.platform for x in devices if x is not None), jax.default_backend())
     return "gpu" if platform in ("cuda", "rocm") else platform
 
 
