@@ -3,50 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from functools import partial, wraps
+from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
 from jax.custom_derivatives import SymbolicZero
-from jax.sharding import AxisType
 from jax.tree_util import GetAttrKey
 
 from xentlib.checks.call import refuse_derivative
 from xentlib.checks.validators import to_learn
-from xentlib.jax.core.device import PLATFORM
+from xentlib.jax.core.device import traced_for_its_platform
 
 T = TypeVar("T")
 
 REFUSED = ("z_loss", "logprobs", "entropy", "lse")  # results of `chunked_nll` without a derivative
-
-
-def traced_for_its_platform(function: Callable[..., T]) -> Callable[..., T]:
-    """`function(options, ...)`, in whose trace `device_info` is that of the options' platform, and
-    the arguments' Explicit mesh is set: what the trace makes has its type then, as they have."""
-
-    @wraps(function)
-    def traced(options: Any, *args: Any) -> T:
-        before = PLATFORM.set(options.platform)
-        try:
-            with explicit_mesh(args):
-                return function(options, *args)
-        finally:
-            PLATFORM.reset(before)
-
-    return traced
-
-
-def explicit_mesh(args: Any) -> AbstractContextManager[Any]:
-    """Of arrays that are whole on each of its devices, where no mesh is set."""
-    leaves = (getattr(x, "value", x) for x in jax.tree.leaves(args, is_leaf=is_primal))
-    meshes = [jax.typeof(x).sharding.mesh for x in leaves if isinstance(x, jax.Array)]
-    if jax.sharding.get_abstract_mesh().empty:
-        for mesh in meshes:
-            if AxisType.Explicit in mesh.axis_types:
-                return jax.sharding.use_abstract_mesh(mesh)
-    return nullcontext()
 
 
 def differentiable(

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from contextvars import ContextVar
-from typing import Any, NamedTuple
+from functools import wraps
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.sharding import AxisType
 
 from xentlib.algebra import BLOCK_COLUMNS
 from xentlib.plan import (
@@ -17,6 +21,8 @@ from xentlib.plan import (
     TPU_ROW_MULTIPLE,
     default_chunk_bytes,
 )
+
+T = TypeVar("T")
 
 # Of the options whose function is being traced.
 PLATFORM: ContextVar[str | None] = ContextVar("PLATFORM", default=None)
@@ -88,6 +94,34 @@ def platform_of(*arrays: Any) -> str:
     devices += [next(iter(x.devices())) for x in arrays if not isinstance(x, jax.core.Tracer)]
     platform, *_ = (*(x.platform for x in devices if x is not None), jax.default_backend())
     return "gpu" if platform in ("cuda", "rocm") else platform
+
+
+def traced_for_its_platform(function: Callable[..., T]) -> Callable[..., T]:
+    """`function(options, ...)`, in whose trace `device_info` is that of the options' platform, and
+    the arguments' Explicit mesh is set: what the trace makes has its type then, as they have."""
+
+    @wraps(function)
+    def traced(options: Any, *args: Any) -> T:
+        before = PLATFORM.set(options.platform)
+        try:
+            with explicit_mesh(args):
+                return function(options, *args)
+        finally:
+            PLATFORM.reset(before)
+
+    return traced
+
+
+def explicit_mesh(args: Any) -> AbstractContextManager[Any]:
+    """Of arrays that are whole on each of its devices, where no mesh is set."""
+    # Where derivatives are wanted, with `.perturbed` beside each `.value`.
+    leaves = (getattr(x, "value", x) for x in jax.tree.leaves(args))
+    meshes = [jax.typeof(x).sharding.mesh for x in leaves if isinstance(x, jax.Array)]
+    if jax.sharding.get_abstract_mesh().empty:
+        for mesh in meshes:
+            if AxisType.Explicit in mesh.axis_types:
+                return jax.sharding.use_abstract_mesh(mesh)
+    return nullcontext()
 
 
 def device_info() -> DeviceInfo:
