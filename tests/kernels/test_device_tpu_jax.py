@@ -27,7 +27,12 @@ from xentlib.tools.parity.rows.head import nll, per_token
 jax = pytest.importorskip("jax")
 pytestmark = [pytest.mark.jax, pytest.mark.cpu]
 
+import jax.numpy as jnp  # noqa: E402
+from jax.sharding import NamedSharding  # noqa: E402
+from jax.sharding import PartitionSpec as P  # noqa: E402
+
 import xentlib.jax as ours  # noqa: E402
+from helpers.mesh_jax import mesh_of  # noqa: E402
 from xentlib.jax.core import device  # noqa: E402
 
 CASES = named(SMALL, "base", "options", "class-weights", "kernel-layout", "one-class")
@@ -269,3 +274,39 @@ def test_a_program_for_a_tpu_is_traced_anywhere(name: str, monkeypatch: Any) -> 
     of_a_cpu = {x[0] for x in here if "window" in x[0]}
     assert of_a_cpu
     assert not of_a_cpu & {x[0] for x in ahead}
+
+
+def test_a_chunk_of_logits_is_a_tpu_s() -> None:
+    """All 4,096 rows of precomputed logits. Catches: this process's default of 512."""
+
+    def loss(x: Any) -> Any:
+        return ours.vocab_parallel_logprobs(x, jnp.zeros(4096, jnp.int32)).logprobs.sum()
+
+    with jax.sharding.use_abstract_mesh(ON_A_TPU):
+        jaxpr = jax.make_jaxpr(loss)(jax.ShapeDtypeStruct((4096, 32_000), jnp.float32))
+    assert "250,128,4096" in str(jaxpr)
+
+
+@pytest.mark.usefixtures("as_on_a_tpu")
+@pytest.mark.parametrize("spread", [("data", None), (None, "data")], ids=["H", "V"])
+def test_a_kernel_on_a_mesh(spread: Any) -> None:
+    """A head [H, V] whose gradient is summed as [V, H] and scattered to where its pieces are.
+    Catches: the pieces of the other dimension."""
+    columns = V + 3  # which four devices divide
+    kernel = RNG.standard_normal((H, columns)).astype(np.float32)
+    hidden, labels = HIDDEN[:148], LABELS[:148]
+
+    @jax.jit
+    def step(h: Any, w: Any, y: Any) -> Any:
+        return jax.value_and_grad(
+            lambda *x: ours.chunked_nll(*x, y, weight_layout="HV").loss, (0, 1)
+        )(h, w)
+
+    right = step(hidden, kernel, labels)
+    mesh, specs = mesh_of(data=4), (("data", None), spread, ("data",))
+    places = [NamedSharding(mesh, P(*spec)) for spec in specs]
+    with jax.set_mesh(mesh):
+        there = step(*map(jax.device_put, (hidden, kernel, labels), places))
+    assert there[1][1].sharding.spec == P(*spread)
+    for got, one in zip(jax.tree.leaves(there), jax.tree.leaves(right), strict=True):
+        assert not failures(check("A9", got, one, metrics=("rho / u",)))

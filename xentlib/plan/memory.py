@@ -231,8 +231,9 @@ def _jax_on_accelerator(
         return alone
     # On a TPU dz is stored beside the logits of a V that was filled up; computed again, in their
     # place, by the product that makes them.
-    again = on_tpu and recompute
-    logits, dz = 0 if again else chunk * size, chunk * narrow if again or more or not on_tpu else 0
+    dz_alone = on_tpu and recompute
+    stored = dz_alone or more or not on_tpu
+    logits, dz = 0 if dz_alone else chunk * size, chunk * narrow if stored else 0
     d_weight = head * narrow if more or narrow < size else 0
     d_hidden = trunk * narrow if narrow < size else 0
     # Where d weight will be is room for an array of the loop: for the largest that fits.
