@@ -151,5 +151,6 @@ def sums_by_blocks(terms: list[jax.Array]) -> list[jax.Array]:
 def turned_around(x_VH: jax.Array) -> jax.Array:
     """[H, V], once it is there as [V, H]: or XLA turns what it is rounded from, which is twice as
     large."""
-    by_rows: jax.Array = with_layout_constraint(x_VH, Layout((0, 1)))
-    return by_rows.T
+    by_rows = with_layout_constraint(x_VH, Layout((0, 1)))
+    turned: jax.Array = with_layout_constraint(by_rows.T, Layout((0, 1)))
+    return turned
