@@ -8,8 +8,7 @@ logits or heads; temporaries, and the live peak with arguments and results; the 
 of time beside that of the three bare products of a chunk. Beside xentlib: optax on full float32
 logits, and a tiling by `jax.checkpoint` over eight chunks, as MaxText has one. Nothing runs.
 
-Only the compiler is asked: whatever asks for the default backend is told "tpu", as on a machine
-that has one. `cost_analysis` counts the body of a loop once.
+Only the compiler is asked. `cost_analysis` counts the body of a loop once.
 """
 
 from __future__ import annotations
@@ -44,7 +43,14 @@ from jax.sharding import PartitionSpec as P
 
 import xentlib.jax as ours
 from helpers.instructions import Instruction, Program
-from xentlib.plan import TPU_ROW_MULTIPLE, default_chunk_bytes, peak_bytes, plan_chunks
+from xentlib.plan import (
+    SMALL_TPU_BYTES,
+    SMALL_TPUS,
+    TPU_ROW_MULTIPLE,
+    default_chunk_bytes,
+    peak_bytes,
+    plan_chunks,
+)
 
 GIB, DEVICES, TILES = 2**30, 4, 8
 CHIPS = {"v5e": "v5e:2x2", "v5p": "v5p:2x2x1", "v6e": "v6e:2x2"}
@@ -208,7 +214,11 @@ def compiled(head: Head, name: str, devices: list[Any]) -> tuple[Any, float]:
         "vocab_parallel": (P(), P("x") if head.layout == "VH" else P(None, "x"), P()),
         **dict.fromkeys(MESHES, (P("x"), P(None, "x"), P("x"))),  # tokens; the width of the head
     }.get(name, (P(), P(), P()))
-    tokens = plan_of(head).even_tokens if name == "products" else head.tokens
+    tokens = (
+        plan_of(head, "nll", devices[0].device_kind).even_tokens
+        if name == "products"
+        else head.tokens
+    )
     labels = ((tokens, head.vocab), head.dtype) if name == SOFT else ((tokens,), "int32")
     arrays = [((tokens, head.hidden), head.dtype), (head.weight, head.dtype), labels]
     shapes = [
@@ -224,9 +234,11 @@ def compiled(head: Head, name: str, devices: list[Any]) -> tuple[Any, float]:
     return made, time.process_time() - start
 
 
-def plan_of(head: Head, name: str = "nll") -> Any:
+def plan_of(head: Head, name: str, kind: str) -> Any:
     """Of what one device has: a part of the classes, or of the tokens of a mesh."""
-    asked = dict(head.options).get("max_chunk_bytes", default_chunk_bytes("tpu"))
+    memory = SMALL_TPU_BYTES if kind in SMALL_TPUS else 0
+    default = default_chunk_bytes("tpu", memory=memory)
+    asked = dict(head.options).get("max_chunk_bytes", default)
     return plan_chunks(
         head.tokens // (DEVICES if name in MESHES else 1),
         -(-head.vocab // (DEVICES if name == "vocab_parallel" else 1)),
@@ -241,10 +253,10 @@ def plan_of(head: Head, name: str = "nll") -> Any:
 MOVES = ("copy", "transpose")
 
 
-def read(head: Head, name: str, made: Any) -> dict[str, Any]:
+def read(head: Head, name: str, kind: str, made: Any) -> dict[str, Any]:
     program, memory = Program(made.as_text()), made.memory_analysis()
     seconds = made.cost_analysis()["optimal_seconds"]
-    plan = plan_of(head, name)
+    plan = plan_of(head, name, kind)
     classes, tokens = plan.vocab_size, plan.even_tokens
     tokens += -tokens % TPU_ROW_MULTIPLE if name not in PEERS else 0
     whole = {"optax": head.tokens, "optax alone": head.tokens, "tiling": head.tokens // TILES}
@@ -312,12 +324,12 @@ def vocabulary_products(program: Program, block: list[Instruction], classes: int
     return sum(any(n in near for one in shapes for n in one) for shapes in sides)
 
 
-def planned(head: Head, name: str) -> float | None:
+def planned(head: Head, name: str, kind: str) -> float | None:
     """GiB of the plan beside a call's inputs, and them."""
     if name not in ("nll", "nll alone", "logprobs"):
         return None
     more = {"gradient": name != "nll alone", "recompute": name == "logprobs"}
-    plan, itemsize = plan_of(head), jnp.dtype(head.dtype).itemsize
+    plan, itemsize = plan_of(head, name, kind), jnp.dtype(head.dtype).itemsize
     total = peak_bytes(plan, backend="jax", dtype=head.dtype, platform="tpu", **more)
     weight = head.hidden * head.vocab
     total += itemsize * (weight + head.hidden * head.tokens)
@@ -345,14 +357,15 @@ def main() -> int:
     table = json.loads(args.out.read_text()) if args.out and args.out.is_file() else {}
     column = table.setdefault(args.column, {})
     for chip in args.chip:
-        topology = topologies.get_topology_desc(platform="tpu", topology_name=CHIPS[chip])
+        devices = topologies.get_topology_desc(CHIPS[chip], "tpu").devices
         for label in args.head:
             for name in args.call:
                 key = f"{chip}, {label}, {name}"
                 try:
-                    made, seconds = compiled(HEADS[label], name, topology.devices)
-                    found = {"processor_s": round(seconds, 1), **read(HEADS[label], name, made)}
-                    found |= {"planned_gib": x} if (x := planned(HEADS[label], name)) else {}
+                    made, seconds = compiled(HEADS[label], name, devices)
+                    what = HEADS[label], name, devices[0].device_kind
+                    found = {"processor_s": round(seconds, 1), **read(*what, made)}
+                    found |= {"planned_gib": x} if (x := planned(*what)) else {}
                 except Exception as error:  # noqa: BLE001 - what does not compile is a finding
                     found = {"failed": f"{type(error).__name__}: {str(error)[:300]}"}
                 column[key] = found

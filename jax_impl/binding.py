@@ -16,7 +16,7 @@ from xentlib.checks.validators import plain
 from xentlib.dtypes import ITEMSIZE
 from xentlib.jax.array_spec import array, array_spec, as_array, is_array, need_x64, only_arrays
 from xentlib.jax.core.call import Arrays, Options, Placement
-from xentlib.jax.core.device import chunk_bytes, platform_of
+from xentlib.jax.core.device import chunk_bytes, target_of
 from xentlib.jax.core.tokens import check_labels, check_values
 from xentlib.jax.core.vocab import axis_for, axis_of, varies_over
 from xentlib.jax.head import described, head_of, unwrapped
@@ -67,7 +67,7 @@ def bind(
     need_x64(compute)
     # Over shards a second chunk may cost an exchange or a GEMM.
     row_bytes = 0 if axis is not None else problem.vocab_size * ITEMSIZE[compute]
-    platform = platform_of(hidden, weight)
+    target = target_of(hidden, weight)
     options = Options(
         ignore_index=given.ignore_index,
         scalars=numbers_of(given),
@@ -77,8 +77,8 @@ def bind(
         gemm_dtype=problem.gemm_dtype,
         compute_dtype=compute,
         output_dtype=problem.output_dtype,
-        chunk_bytes=chunk_bytes(given.max_chunk_bytes, platform, row_bytes),
-        platform=platform,
+        chunk_bytes=chunk_bytes(given.max_chunk_bytes, target, row_bytes),
+        platform=target.platform,
         transposed=given.weight_layout == "HV",
         axis=axis,
         place=place,
@@ -113,7 +113,7 @@ def bind_logits(given: LogitsArguments) -> tuple[Options, Arrays]:
     check_labels(labels, given.where, given.ignore_index, vocab_size)
     need_x64(problem.compute_dtype)
     ends = None if shard is None else [jnp.int32(shard.start), jnp.int32(shard.stop)]
-    platform = platform_of(logits)
+    target = target_of(logits)
     options = Options(
         ignore_index=given.ignore_index,
         scalars=numbers_of(given),
@@ -121,8 +121,8 @@ def bind_logits(given: LogitsArguments) -> tuple[Options, Arrays]:
         gemm_dtype=str(logits.dtype),
         compute_dtype=problem.compute_dtype,
         output_dtype=problem.output_dtype,
-        chunk_bytes=chunk_bytes(given.max_chunk_bytes, platform),
-        platform=platform,
+        chunk_bytes=chunk_bytes(given.max_chunk_bytes, target),
+        platform=target.platform,
         axis=axis,
     )
     arrays = Arrays(

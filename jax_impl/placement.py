@@ -19,7 +19,7 @@ from xentlib.checks.shards import check_route, check_rows_stay, check_shards
 from xentlib.checks.validators import check_floating, plain
 from xentlib.jax.array_spec import array_spec
 from xentlib.jax.core.call import Arrays, Axes, Options, Placement, flat
-from xentlib.jax.core.device import platform_of
+from xentlib.jax.core.device import target_of
 from xentlib.jax.core.logits import is_size
 from xentlib.jax.core.vocab import Axis
 from xentlib.lora import LowRankHead
@@ -172,7 +172,7 @@ def travels(given: Arguments, shards: int, ranks: int, *, recompute: bool) -> bo
         recompute=recompute,
         kept=True,  # what is gathered is there until the backward
         max_chunk_bytes=given.max_chunk_bytes,
-        platform="cpu" if platform_of(hidden, weight) == "cpu" else "gpu",
+        platform="cpu" if target_of(hidden, weight).platform == "cpu" else "gpu",
     )
     return chosen == "hidden"  # without a limit of memory it never is "stream"
 

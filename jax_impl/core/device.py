@@ -18,6 +18,8 @@ from xentlib.algebra import BLOCK_COLUMNS
 from xentlib.plan import (
     CPU_COLUMN_MULTIPLE,
     GPU_COLUMN_MULTIPLE,
+    SMALL_TPU_BYTES,
+    SMALL_TPUS,
     TPU_ROW_MULTIPLE,
     default_chunk_bytes,
 )
@@ -82,8 +84,15 @@ KINDS = {
 ANOTHER = DeviceInfo(least_rows=1)
 
 
-def platform_of(*arrays: Any) -> str:
-    """What a program of these arrays is for: the devices of their mesh, which are all that a trace
+class Target(NamedTuple):
+    """What a program is for."""
+
+    platform: str
+    kind: str  # of its devices, as JAX names it
+
+
+def target_of(*arrays: Any) -> Target:
+    """Of a program of these arrays: the devices of their mesh, which are all that a trace
     has of them, or of the mesh that is set, or those that the arrays are on. Else, as in a trace of
     arrays that are on no mesh, what this process has: a program for a TPU that is compiled ahead of
     time on another machine must have its arguments on a mesh of the TPU's topology.
@@ -92,8 +101,9 @@ def platform_of(*arrays: Any) -> str:
     meshes = [jax.typeof(x).sharding.mesh for x in arrays]
     devices = [x.abstract_device for x in (*meshes, jax.sharding.get_abstract_mesh())]
     devices += [next(iter(x.devices())) for x in arrays if not isinstance(x, jax.core.Tracer)]
-    platform, *_ = (*(x.platform for x in devices if x is not None), jax.default_backend())
-    return "gpu" if platform in ("cuda", "rocm") else platform
+    known = [Target(x.platform, x.device_kind) for x in devices if x is not None]
+    known += [Target(jax.default_backend(), jax.local_devices()[0].device_kind)]
+    return known[0]._replace(platform="gpu") if known[0].platform in ("cuda", "rocm") else known[0]
 
 
 def traced_for_its_platform(function: Callable[..., T]) -> Callable[..., T]:
@@ -129,16 +139,17 @@ def device_info() -> DeviceInfo:
     return KINDS.get(PLATFORM.get() or jax.default_backend(), ANOTHER)
 
 
-def chunk_bytes(asked: int | None, platform: str, row_bytes: int = 0) -> int:
-    """Of a chunk's logits: what was asked for, or what the memory of the first device allows, of
-    which XLA on a GPU has a share that the environment may name. Several processes, whose cards may
-    differ where their programs may not, do not look; the chips of a TPU are all of one kind."""
-    memory, here = 0, platform == jax.default_backend()
-    alone = platform == "tpu" or (platform == "gpu" and jax.process_count() == 1)
-    if not asked and here and alone:
+def chunk_bytes(asked: int | None, target: Target, row_bytes: int = 0) -> int:
+    """Of a chunk's logits: what was asked for, or what the memory of the device allows. A TPU's is
+    known by its kind. A GPU's is asked of the first one here, of which XLA has a share that the
+    environment may name; several processes, whose cards may differ where their programs may not, do
+    not look."""
+    platform, memory = target.platform, SMALL_TPU_BYTES if target.kind in SMALL_TPUS else 0
+    alone = platform == "gpu" == jax.default_backend() and jax.process_count() == 1
+    if alone and not asked:
         stats = jax.local_devices()[0].memory_stats() or {}
         share = float(os.environ.get("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.75"))
-        memory = int(stats.get("bytes_limit", 0) / (share if platform == "gpu" else 1.0))
+        memory = int(stats.get("bytes_limit", 0) / share)
     return asked or default_chunk_bytes(platform, memory=memory, row_bytes=row_bytes)
 
 

@@ -22,6 +22,8 @@ jax = pytest.importorskip("jax")
 pytestmark = [pytest.mark.jax, pytest.mark.cpu]
 
 import jax.numpy as jnp  # noqa: E402
+from jax.sharding import AbstractDevice, AbstractMesh, AxisType, NamedSharding  # noqa: E402
+from jax.sharding import PartitionSpec as P  # noqa: E402
 
 from helpers import lowrank_jax  # noqa: E402
 from helpers.mesh_jax import mesh_of  # noqa: E402
@@ -168,10 +170,6 @@ def test_no_column_twice_in_a_scatter():
         ("gpu", 18 << 30, None, 1, 512 << 20),
         ("gpu", None, None, 1, 1 << 30),
         ("gpu", 59 << 30, None, 2, 1 << 30),
-        ("tpu", 95 << 30, None, 2, 1 << 30),  # v5p
-        ("tpu", 31 << 30, None, 2, 512 << 20),  # v6e, of which no share is taken away
-        ("tpu", 15 << 30, None, 1, 512 << 20),  # v5e
-        ("tpu", None, None, 1, 1 << 30),  # ahead of time
     ],
 )
 def test_a_budget_follows_the_memory(monkeypatch, platform, limit, share, processes, expected):
@@ -183,5 +181,27 @@ def test_a_budget_follows_the_memory(monkeypatch, platform, limit, share, proces
     monkeypatch.delenv("XLA_PYTHON_CLIENT_MEM_FRACTION", raising=False)
     if share:
         monkeypatch.setenv("XLA_PYTHON_CLIENT_MEM_FRACTION", share)
-    assert device.chunk_bytes(None, platform) == expected
-    assert device.chunk_bytes(100, platform) == 100
+    target = device.Target(platform, "a card")
+    assert device.chunk_bytes(None, target) == expected
+    assert device.chunk_bytes(100, target) == 100
+
+
+@pytest.mark.parametrize(
+    ("kind", "expected"),
+    [
+        ("TPU v5", 1 << 30),
+        ("TPU v5 lite", 512 << 20),
+        ("TPU v6 lite", 512 << 20),
+        ("TPU of later", 1 << 30),
+    ],
+)
+def test_a_tpu_s_budget_follows_its_kind(kind, expected):
+    """Also ahead of time, of a topology that is not there."""
+    absent = AbstractDevice(device_kind=kind, num_cores=1, platform="tpu")
+    mesh = AbstractMesh((1,), ("data",), (AxisType.Auto,), abstract_device=absent)
+    array = jax.ShapeDtypeStruct((8, 16), jnp.float32, sharding=NamedSharding(mesh, P()))
+    targets = []
+    jax.jit(lambda x: targets.append(device.target_of(x)) or x).trace(array)
+    assert targets == [device.Target("tpu", kind)]
+    assert device.chunk_bytes(None, targets[0]) == expected
+    assert device.chunk_bytes(100, targets[0]) == 100

@@ -37,6 +37,11 @@ CPU_ROWS = 512
 MIB = 1 << 20
 # Memory of an accelerator from which a chunk has these bytes: cards of 80 GB, of 40 GB.
 MEMORY_CLASSES = ((72 * 1024 * MIB, 2048 * MIB), (36 * 1024 * MIB, 1024 * MIB))
+# Kinds of TPUs, as JAX names them, whose devices have 32 GiB at most: a program that is compiled
+# ahead of time knows its devices by their kind alone.
+SMALL_TPUS: tuple[str, ...] = ("TPU v2", "TPU v3", "TPU v4", "TPU v4 lite")
+SMALL_TPUS += ("TPU v5 lite", "TPU v5e", "TPU v6 lite", "TPU v6e")
+SMALL_TPU_BYTES = 32 * 1024 * MIB
 # Elementwise passes go over a block of this many bytes while it is in cache: 4 MiB stays in the L3
 # of a CPU at few calls a chunk. A GPU needs few launches, and eager operators make 60 for a block:
 # loss and gradients of 8,192 tokens of Llama-3 8B took 150 ms on an H200 in blocks of 64 MiB, 75 in
