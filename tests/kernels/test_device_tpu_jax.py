@@ -18,6 +18,7 @@ from fuzzing.pairs import SUBJECTS, Edge, draw
 from fuzzing.pairs_held import held, run_jax
 from fuzzing.pairs_mesh import meshed, run_mesh
 from helpers.measured import SMALL, by_id, hold
+from xentlib import PaddedVocab
 from xentlib.contract import check, failures
 from xentlib.tools.harness.cases import CHUNK_CASES, WITH_OPTIONS, low_precision, named
 from xentlib.tools.harness.findings import Findings
@@ -310,3 +311,46 @@ def test_a_kernel_on_a_mesh(spread: Any) -> None:
     assert there[1][1].sharding.spec == P(*spread)
     for got, one in zip(jax.tree.leaves(there), jax.tree.leaves(right), strict=True):
         assert not failures(check("A9", got, one, metrics=("rho / u",)))
+
+
+# --- bits, of operands whose products are exact: our own sums decide ------------------------------
+
+QUARTERS = np.round(HIDDEN) / 4, np.round(4 * WEIGHT) / 4
+# Not of entropy, whose terms this device's compiler multiplies and adds in one, in some lanes.
+OF_BITS = ("logprobs", "lse")
+
+
+def bits(h: Any, w: Any, y: Any, **more: Any) -> dict[str, Any]:
+    out = ours.chunked_logprobs(h, w, y, **more)
+    return {name: getattr(out, name) for name in OF_BITS}
+
+
+@pytest.mark.usefixtures("as_on_a_tpu")
+def test_other_tokens_do_not_show() -> None:
+    """A17: a part of the tokens, in another order, one alone. Catches: a sum over columns whose
+    order follows the number of rows."""
+    hidden, weight = QUARTERS
+    whole = bits(hidden, weight, LABELS)
+    for some in (np.arange(N)[::-1], np.arange(40, 80), np.array([7])):
+        part = bits(hidden[some], weight, LABELS[some])
+        for name in OF_BITS:
+            assert not failures(check("A17", part[name], whole[name][some]))
+
+
+@pytest.mark.usefixtures("as_on_a_tpu")
+@pytest.mark.parametrize(("devices", "rows"), [(2, 256), (3, 128), (4, 128)])
+def test_shards_do_not_show(devices: int, rows: int) -> None:
+    """A18, of shards that are whole blocks, the last one filled up, or empty. Catches: a block that
+    begins elsewhere, the shard's filling among the classes."""
+    hidden, weight = QUARTERS
+    filled = np.full((devices * rows, H), np.nan, np.float32)
+    filled[:V] = weight
+    of_shards = jax.shard_map(
+        lambda *x: bits(*x, vocab_parallel=PaddedVocab("x", V)),
+        mesh=mesh_of(*AUTO, x=devices),
+        in_specs=(P(), P("x"), P()),
+        out_specs=P(),
+    )
+    whole = bits(hidden, weight, LABELS)
+    for name, x in jax.jit(of_shards)(hidden, filled, LABELS).items():
+        assert not failures(check("A18", x, whole[name]))
