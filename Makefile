@@ -40,7 +40,7 @@ export XENTLIB_ENDS_WITH := $(shell echo $$PPID)
 # mkdocs-material's notice about its own future is not about this documentation.
 export NO_MKDOCS_2_WARNING ?= 1
 
-.PHONY: help parity test test-rest test-full cases mutants bits quick public classes recipes figures cross-check conformance bounds routes fuzz fuzz-pairs gpu ptx hlo tpu test-oldest test-newest test-wheel check-wheel lint format typecheck docs bench examples env env-new env-all advisories clean
+.PHONY: help parity test test-rest test-full cases mutants bits quick public classes recipes figures cross-check conformance bounds routes fuzz fuzz-pairs gpu ptx hlo tpu tpu-steps test-oldest test-newest test-wheel check-wheel lint format typecheck docs bench examples env env-new env-all advisories clean
 
 help:
 	@echo 'parity      the main job: both backends side by side, report in build/parity'
@@ -53,6 +53,7 @@ help:
 	@echo 'ptx         Triton programs compiled for GPUs that are not here; PTX_ARGS="--table FILE" writes the table'
 	@echo 'gpu         timings, then kernels, contract and tests on a CUDA device, nine minutes each, build/gpu/gpu.json;'
 	@echo '            installs nothing'
+	@echo 'tpu-steps   whole training steps, compiled for TPUs without one'
 	@echo 'tpu         programs of JAX compiled for TPUs without one, and what is in them; downloads 213 MB once'
 	@echo 'hlo         programs of JAX compiled for an H200 without one, and what is in them; downloads 130 MB once'
 	@echo 'test-wheel  the suite against the built wheel, away from the sources'
@@ -246,6 +247,9 @@ build/libtpu/.stamp: Makefile
 
 tpu: $(VENV)/test.stamp build/libtpu/.stamp
 	$(BIN)/python .ci/tpu.py $(TPU_ARGS)
+
+tpu-steps: $(VENV)/test.stamp build/libtpu/.stamp
+	$(BIN)/python .ci/tpu_step.py $(TPU_ARGS)
 
 test-wheel: $(WHEEL_ENV)/.stamp
 	$(eval away := $(shell mktemp -d))

@@ -109,7 +109,7 @@ def jax_with_all_logits() -> None:
     import jax
     import jax.numpy as jnp
     import optax  # type: ignore[import-untyped]
-    from flax import linen
+    from flax import linen, nnx
 
     import xentlib.jax as package
     from xentlib.jax.integrations import maxtext
@@ -132,6 +132,17 @@ def jax_with_all_logits() -> None:
         def __call__(self, x: Any, labels: Any, reduction: str) -> Any:  # type: ignore[override]
             return sums(super().__call__(x), labels)
 
+    class NLLHead(nnx.Linear):
+        @classmethod
+        def from_linear(cls, linear: Any, tokens: Any) -> Any:
+            del tokens
+            linear.__class__ = cls
+            return linear
+
+        def __call__(self, x: Any, labels: Any) -> Any:  # type: ignore[override]
+            out = sums(super().__call__(x), labels)
+            return out._replace(loss=out.loss / out.num_tokens)
+
     def tiling(model: Any, hidden: Any, data: Any, config: Any, is_train: bool) -> Any:
         logits = model.decoder.decoder_norm(hidden) @ model.decoder.logits_dense.kernel[...]
         z = config.z_loss_multiplier * jax.nn.logsumexp(logits, -1) ** 2
@@ -139,7 +150,8 @@ def jax_with_all_logits() -> None:
         nll_sum = sums(logits, jnp.where(segments, data["targets"], -100)).loss
         return nll_sum + (z * segments).sum(), (z * segments).sum()
 
-    package.chunked_nll, package.LinenNLLHead = nll, LinenNLLHead  # type: ignore[misc, assignment]
+    package.chunked_nll, package.NLLHead = nll, NLLHead  # type: ignore[misc, assignment]
+    package.LinenNLLHead = LinenNLLHead  # type: ignore[misc, assignment]
     maxtext.vocab_tiling_nnx_loss = tiling  # type: ignore[assignment]
 
 

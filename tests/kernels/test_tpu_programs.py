@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -65,12 +67,16 @@ def test_less_memory_than_full_logits() -> None:
     assert {x for x, live in ours.items() if live >= peers[x]["live_gib"]} == {"v5p, gemma3-27b"}
 
 
-@pytest.fixture(scope="module")
-def compiled(tmp_path_factory: Any) -> dict[str, Any]:
-    """A small head, of the working tree; in a process of its own, as libtpu is loaded once."""
+def needs_libtpu() -> None:
     pytest.importorskip("jax")
     if not LIBTPU.is_file():
         pytest.skip("libtpu is not in build/libtpu: `make tpu` downloads it, 213 MB")
+
+
+@pytest.fixture(scope="module")
+def compiled(tmp_path_factory: Any) -> dict[str, Any]:
+    """A small head, of the working tree; in a process of its own, as libtpu is loaded once."""
+    needs_libtpu()
     out = tmp_path_factory.mktemp("tpu") / "table.json"
     small = ["--head", "small", "--call", *MOST, "--out", str(out)]
     subprocess.run([sys.executable, ".ci/tpu.py", *small], cwd=ROOT, check=True)
@@ -90,3 +96,27 @@ def test_programs_of_a_small_head(call: str, compiled: dict[str, Any]) -> None:
     assert len(row["bytes_a_logit"]) == len(MOST[call])
     assert np.all(np.array(row["bytes_a_logit"]) <= MOST[call])
     assert abs(row["planned_gib"] - row["live_gib"]) <= row["live_gib"] / 10
+
+
+@pytest.mark.jax
+@pytest.mark.cpu
+def test_the_example_is_compiled_for_chips_that_are_not_there() -> None:
+    """Catches: parameters that are whole on each of four chips, states that are not donated."""
+    needs_libtpu()
+    environment = {
+        **os.environ,
+        "JAX_PLATFORMS": "cpu",
+        "TPU_SKIP_MDS_QUERY": "1",
+        "TOPOLOGY": "v5p:2x2x1",
+        "PYTHONPATH": f"{LIBTPU.parents[1]}{os.pathsep}{ROOT}",
+    }
+    command = [sys.executable, "examples/flax_tpu.py"]
+    printed = subprocess.check_output(command, cwd=ROOT, env=environment, text=True)
+    arguments, aliases = (
+        int(re.search(rf"\b{name}_size_in_bytes=(\d+)", printed)[1])  # type: ignore[index]
+        for name in ("argument", "alias")
+    )
+    parameters = 2 * 512 * 64 + 64 * 64 + 64
+    whole = 3 * 4 * parameters  # AdamW's moments are as large
+    assert whole / 4 < arguments < whole / 3
+    assert aliases > whole / 4
