@@ -176,7 +176,21 @@ def in_shards(options: dict[str, Any]) -> Any:
     )
 
 
+def precomputed(options: dict[str, Any]) -> Any:
+    del options
+    return jax.value_and_grad(lambda z, y: ours.vocab_parallel_logprobs(z, y).logprobs.sum())
+
+
+def precomputed_optax(options: dict[str, Any]) -> Any:
+    import optax
+
+    del options
+    loss = optax.softmax_cross_entropy_with_integer_labels
+    return jax.value_and_grad(lambda z, y: loss(z.astype(jnp.float32), y).sum())
+
+
 SOFT = "class probabilities"  # in place of labels
+LOGITS = ("precomputed logits", "optax of precomputed logits")  # in place of hidden states and head
 CALLS = {
     "nll": gradients(nll),
     "nll alone": nll,
@@ -185,6 +199,7 @@ CALLS = {
     "divergence": gradients(divergence),
     "kept": gradients(kept_sets),
     SOFT: gradients(nll),
+    **dict(zip(LOGITS, (precomputed, precomputed_optax), strict=True)),
     "vocab_parallel": in_shards,
     "mesh auto": gradients(nll),
     "mesh explicit": gradients(nll),
@@ -195,7 +210,7 @@ CALLS = {
 }
 BESIDE = ("divergence", SOFT)  # whose chunks have another beside them, and half as many tokens
 MESHES = {"mesh auto": AxisType.Auto, "mesh explicit": AxisType.Explicit}
-PEERS = ("optax", "optax alone", "tiling", "products")
+PEERS = ("optax", "optax alone", "tiling", "products", LOGITS[1])
 OPTIONS_OF_PEERS = ("softcap", "weight_layout")
 
 
@@ -221,9 +236,10 @@ def compiled(head: Head, name: str, devices: list[Any]) -> tuple[Any, float]:
     )
     labels = ((tokens, head.vocab), head.dtype) if name == SOFT else ((tokens,), "int32")
     arrays = [((tokens, head.hidden), head.dtype), (head.weight, head.dtype), labels]
+    arrays = [((tokens, head.vocab), head.dtype), labels] if name in LOGITS else arrays
     shapes = [
         jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, spec))
-        for (shape, dtype), spec in zip(arrays, specs, strict=True)
+        for (shape, dtype), spec in zip(arrays, specs)
     ]
     step = CALLS[name](options)
     start = time.process_time()
@@ -259,7 +275,14 @@ def read(head: Head, name: str, kind: str, made: Any) -> dict[str, Any]:
     plan = plan_of(head, name, kind)
     classes, tokens = plan.vocab_size, plan.even_tokens
     tokens += -tokens % TPU_ROW_MULTIPLE if name not in PEERS else 0
-    whole = {"optax": head.tokens, "optax alone": head.tokens, "tiling": head.tokens // TILES}
+    if name in (SOFT, LOGITS[0]):  # rows are in the order of the tokens, in whole chunks
+        tokens = next(n for n in range(tokens, 0, -TPU_ROW_MULTIPLE) if head.tokens % n == 0)
+    whole = {
+        "optax": head.tokens,
+        LOGITS[1]: head.tokens,
+        "optax alone": head.tokens,
+        "tiling": head.tokens // TILES,
+    }
     logits = whole.get(name, tokens) * classes
     called = {x.called for block in program.blocks.values() for x in block if x.called}
     blocks = [block for label, block in program.blocks.items() if label not in called]

@@ -62,6 +62,9 @@ class DeviceInfo(NamedTuple):
     # order and back: 80 bytes a logit of a loss with its gradients, not 24.
     classes_lead: bool = False
     row_multiple: int = 1  # of a chunk
+    # Rows as wide as the vocabulary are read and written where they are, in the order of the
+    # tokens: a TPU copies the whole array in each chunk to gather some of its rows.
+    slices_rows: bool = False
 
 
 KINDS = {
@@ -79,6 +82,7 @@ KINDS = {
         column_multiple=BLOCK_COLUMNS,
         classes_lead=True,
         row_multiple=TPU_ROW_MULTIPLE,
+        slices_rows=True,
     ),
 }
 ANOTHER = DeviceInfo(least_rows=1)

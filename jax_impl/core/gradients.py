@@ -209,6 +209,8 @@ def add_products(
 def put_dz(logits: ChunkedLogits, chunk: Chunk, d_logits: jax.Array, dz_TV: jax.Array) -> jax.Array:
     """A rounded dz among the rows of precomputed logits' gradient."""
     dz_TV = as_bits(to_rows(dz_TV)[:, : logits.columns])
+    if logits.in_order:  # 0 in rows that do not count, as their logits and factors are
+        return lax.dynamic_update_slice_in_dim(d_logits, dz_TV, chunk.start, 0)
     return d_logits.at[chunk.own_T].set(dz_TV, mode="drop")
 
 

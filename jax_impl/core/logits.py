@@ -45,6 +45,7 @@ class ChunkedLogits(NamedTuple):
     low: LowRank | None  # beside the operand
     # Of this device's tokens, where these are of several devices'; see `gather_tokens`.
     own: Any = None
+    in_order: bool = False  # `order` is that of the tokens: rows that do not count stay among them
 
     @property
     def axes(self) -> tuple[int, int]:
@@ -122,8 +123,16 @@ def chunked_logits(
     rows += -rows % device_info().row_multiple
     if options.gathered:  # as many of each device
         rows = pad_rows(-(-rows // ranks))
-    rows = rows if beside is None else beside.chunk_rows
-    order_N = jnp.argsort(~tokens.valid, stable=True).astype(jnp.int32)
+    dense = weight is None or (arrays.teacher is not None and arrays.teacher.weight is None)
+    in_order = dense and device_info().slices_rows and not options.gathered
+    parts = dividing(rows, num_tokens) if in_order else None
+    rows, in_order = parts or rows, parts is not None
+    if beside is not None:
+        rows, in_order = beside.chunk_rows, beside.in_order
+    if in_order:
+        order_N = jnp.arange(num_tokens, dtype=jnp.int32)
+    else:
+        order_N = jnp.argsort(~tokens.valid, stable=True).astype(jnp.int32)
     # Where N is not known, a chunk more, so that there is one for certain.
     padding = -num_tokens % rows + (0 if isinstance(num_tokens, int) else rows)
     shape = LogitTransform(
@@ -148,7 +157,16 @@ def chunked_logits(
         rows,
         shape,
         None if low_out is None else low_rank(options, arrays, low_out),
+        in_order=in_order,
     )
+
+
+def dividing(rows: int, num_tokens: Any) -> int | None:
+    """At most these rows, of which all tokens have whole chunks."""
+    multiple = device_info().row_multiple
+    if not isinstance(num_tokens, int) or num_tokens % multiple:
+        return None
+    return next((n for n in range(rows, 0, -multiple) if num_tokens % n == 0), None)
 
 
 def own_weights(
@@ -206,10 +224,15 @@ def logits_of(logits: ChunkedLogits, index: jax.Array) -> Chunk:
 
 def own_rows(logits: ChunkedLogits, index: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Of a chunk: which tokens, whether each counts, and their hidden states, 0 if not."""
-    start = index * logits.chunk_rows
+    start, hidden = index * logits.chunk_rows, logits.arrays.hidden
+    if logits.in_order:
+        rows_T = lax.dynamic_slice(logits.order, (start,), (logits.chunk_rows,))
+        in_chunk_T = logits.tokens.valid[rows_T]
+        x_TH = lax.dynamic_slice_in_dim(hidden, start, logits.chunk_rows)
+        x_TH = jnp.where(in_chunk_T[:, None], x_TH, 0).astype(logits.options.gemm_dtype)
+        return rows_T, in_chunk_T, x_TH
     in_chunk_T = start + jnp.arange(logits.chunk_rows, dtype=jnp.int32) < logits.num_valid
     rows_T = lax.dynamic_slice(logits.order, (start,), (logits.chunk_rows,))
-    hidden = logits.arrays.hidden
     if logits.operand is None:
         # XLA on CPU gathers from a float32 copy of 16-bit floats. Outside the loop that is one of
         # all N rows (twice the logits' bytes); what depends on the chunk stays in the loop.

@@ -108,7 +108,7 @@ def over_chunks(
         once: T = differentiated_once(lax.cond(logits.num_valid > 0, whole, lambda: carry))
         return once
     trips: Any = (logits.num_valid + logits.chunk_rows - 1) // logits.chunk_rows
-    if exchange and logits.own is None:
+    if (exchange and logits.own is None) or logits.in_order:
         trips = logits.order.size // logits.chunk_rows
     result: T = differentiated_once(
         lax.fori_loop(0, trips, lambda index, carry: body(logits_of(logits, index), carry), carry)

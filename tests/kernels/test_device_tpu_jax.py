@@ -18,7 +18,6 @@ from fuzzing.pairs import SUBJECTS, Edge, draw
 from fuzzing.pairs_held import held, run_jax
 from fuzzing.pairs_mesh import meshed, run_mesh
 from helpers.measured import SMALL, by_id, hold
-from xentlib import PaddedVocab
 from xentlib.contract import check, failures
 from xentlib.tools.harness.cases import CHUNK_CASES, WITH_OPTIONS, low_precision, named
 from xentlib.tools.harness.findings import Findings
@@ -34,20 +33,9 @@ from jax.sharding import PartitionSpec as P  # noqa: E402
 
 import xentlib.jax as ours  # noqa: E402
 from helpers.mesh_jax import mesh_of  # noqa: E402
-from xentlib.jax.core import device  # noqa: E402
+from helpers.tpu_jax import as_on_a_tpu, equations  # noqa: E402, F401
 
 CASES = named(SMALL, "base", "options", "class-weights", "kernel-layout", "one-class")
-CPU = device.KINDS["cpu"]
-
-
-@pytest.fixture
-def as_on_a_tpu(monkeypatch: Any) -> Any:
-    """Its traits, but for those of products on a CPU: the rows and entries of a chunk."""
-    more = {"least_rows": CPU.least_rows, "least_entries": CPU.least_entries, "scatters_wide": True}
-    monkeypatch.setattr(device, "KINDS", {"cpu": device.KINDS["tpu"]._replace(**more)})
-    jax.clear_caches()
-    yield
-    jax.clear_caches()
 
 
 @pytest.mark.usefixtures("as_on_a_tpu")
@@ -246,16 +234,6 @@ def of_logits(h: Any, w: Any) -> Any:
     return out.logprobs.sum() + out.entropy.sum() + soft.logprobs.sum() + few
 
 
-def equations(jaxpr: Any) -> Any:
-    """Names and types, without those of variables and functions, which a mesh changes."""
-    for one in jaxpr.eqns:
-        yield one.primitive.name, *(str(x.aval) for x in (*one.invars, *one.outvars))
-        for value in jax.tree.leaves(one.params):
-            inner = getattr(value, "jaxpr", value)
-            if hasattr(inner, "eqns"):
-                yield from equations(inner)
-
-
 @pytest.mark.parametrize("name", [*FUNCTIONS, "of logits"])
 def test_a_program_for_a_tpu_is_traced_anywhere(name: str, monkeypatch: Any) -> None:
     """Catches: a forward or a backward that asks which device this process has."""
@@ -311,46 +289,3 @@ def test_a_kernel_on_a_mesh(spread: Any) -> None:
     assert there[1][1].sharding.spec == P(*spread)
     for got, one in zip(jax.tree.leaves(there), jax.tree.leaves(right), strict=True):
         assert not failures(check("A9", got, one, metrics=("rho / u",)))
-
-
-# --- bits, of operands whose products are exact: our own sums decide ------------------------------
-
-QUARTERS = np.round(HIDDEN) / 4, np.round(4 * WEIGHT) / 4
-# Not of entropy, whose terms this device's compiler multiplies and adds in one, in some lanes.
-OF_BITS = ("logprobs", "lse")
-
-
-def bits(h: Any, w: Any, y: Any, **more: Any) -> dict[str, Any]:
-    out = ours.chunked_logprobs(h, w, y, **more)
-    return {name: getattr(out, name) for name in OF_BITS}
-
-
-@pytest.mark.usefixtures("as_on_a_tpu")
-def test_other_tokens_do_not_show() -> None:
-    """A17: a part of the tokens, in another order, one alone. Catches: a sum over columns whose
-    order follows the number of rows."""
-    hidden, weight = QUARTERS
-    whole = bits(hidden, weight, LABELS)
-    for some in (np.arange(N)[::-1], np.arange(40, 80), np.array([7])):
-        part = bits(hidden[some], weight, LABELS[some])
-        for name in OF_BITS:
-            assert not failures(check("A17", part[name], whole[name][some]))
-
-
-@pytest.mark.usefixtures("as_on_a_tpu")
-@pytest.mark.parametrize(("devices", "rows"), [(2, 256), (3, 128), (4, 128)])
-def test_shards_do_not_show(devices: int, rows: int) -> None:
-    """A18, of shards that are whole blocks, the last one filled up, or empty. Catches: a block that
-    begins elsewhere, the shard's filling among the classes."""
-    hidden, weight = QUARTERS
-    filled = np.full((devices * rows, H), np.nan, np.float32)
-    filled[:V] = weight
-    of_shards = jax.shard_map(
-        lambda *x: bits(*x, vocab_parallel=PaddedVocab("x", V)),
-        mesh=mesh_of(*AUTO, x=devices),
-        in_specs=(P(), P("x"), P()),
-        out_specs=P(),
-    )
-    whole = bits(hidden, weight, LABELS)
-    for name, x in jax.jit(of_shards)(hidden, filled, LABELS).items():
-        assert not failures(check("A18", x, whole[name]))
