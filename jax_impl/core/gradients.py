@@ -50,6 +50,7 @@ class Gradients(NamedTuple):
         num_tokens, hidden_size = logits.arrays.hidden.shape
         columns = 0 if logits.operand is None else logits.operand.shape[logits.axes[0]]
         weight = (hidden_size, columns) if transposed(logits.options) else (columns, hidden_size)
+        columns += -columns % device_info().column_multiple
         a, b = ((), ()) if logits.low is None else (logits.low.a_RH.shape, logits.low.b_VR.shape)
         return cls(
             jnp.zeros((num_tokens if needs.hidden else 0, hidden_size), compute),
@@ -66,7 +67,7 @@ class Gradients(NamedTuple):
             unscale = jnp.ldexp(jnp.ones((), logits.options.compute_dtype), -exponent)
             gradients = Gradients(*(x * unscale for x in self))
         columns, weight = logits.columns, gradients.weight
-        if logits.operand is None or logits.operand.shape[logits.axes[0]] == columns:
+        if logits.operand is None or columns % device_info().column_multiple == 0:
             return gradients
         axis = int(transposed(logits.options))
         return gradients._replace(
@@ -162,6 +163,8 @@ def add_products(
     x_TH, y_T = chunk.x_TH, chunk.block.y_T1[:, 0]
     low, activations, dz_TV = logits.low, chunk.low, to_rows(dz_TV)
     assert logits.operand is not None
+    columns = logits.operand.shape[axis_v]  # without those of the last block that are none
+    of_head_TV = dz_TV if columns == dz_TV.shape[1] else dz_TV[:, :columns]
     apart = dz_y_T is not None
     dz_y_T = jnp.zeros(y_T.shape, compute) if dz_y_T is None else dz_y_T
     if part_V is not None:
@@ -175,7 +178,7 @@ def add_products(
     if low is not None and activations is not None and (needs.hidden or needs.low_in):
         du_TR = backprop_lora(low, dz_TV, dz_y_T1, y_T)
     if needs.hidden:
-        dx_TH = contract(dz_TV, logits.operand, 1, axis_v, compute)
+        dx_TH = contract(of_head_TV, logits.operand, 1, axis_v, compute)
         if low is not None and activations is not None:
             dx_TH = dx_TH + from_hidden(low, du_TR, activations)
         if apart:
@@ -190,7 +193,7 @@ def add_products(
             hidden=gradients.hidden.at[chunk.own_T].set(dx_TH, mode="drop")
         )
     if needs.weight:
-        left, right = (x_TH, dz_TV) if transposed(logits.options) else (dz_TV, x_TH)
+        left, right = (of_head_TV, x_TH)[:: -1 if transposed(options) else 1]
         total = gradients.weight + contract(left, right, 0, 0, compute)
         if apart:
             total = add_targets(total, y_T, dz_y_T1[:, 0], x_TH, int(transposed(logits.options)))

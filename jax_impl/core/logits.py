@@ -32,7 +32,8 @@ class ChunkedLogits(NamedTuple):
 
     options: Options
     arrays: Arrays  # flat; without a `weight` the hidden states are the logits
-    operand: jax.Array | None  # the head in the GEMM dtype, with `column_multiple`'s zeros
+    # The head in the GEMM dtype, with `column_multiple`'s zeros but where classes lead
+    operand: jax.Array | None
     columns: int  # of this device, without those
     tokens: Tokens
     num_valid: jax.Array  # []
@@ -115,7 +116,8 @@ def chunked_logits(
     if weight is not None:
         weight = weight.astype(options.gemm_dtype)
     if more and weight is not None:
-        weight = jnp.pad(weight, [(0, 0), (0, more)][:: 1 if options.transposed else -1])
+        if not device_info().classes_lead:  # where `product` does so
+            weight = jnp.pad(weight, [(0, 0), (0, more)][:: 1 if options.transposed else -1])
         bias = None if bias is None else jnp.pad(bias, (0, more))
         low_out = None if low_out is None else jnp.pad(low_out, ((0, more), (0, 0)))
     rows = plan.even_tokens if isinstance(num_tokens, int) else plan.chunk_tokens

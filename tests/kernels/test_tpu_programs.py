@@ -42,7 +42,7 @@ def plain_heads() -> list[str]:
 @pytest.mark.cpu
 @pytest.mark.parametrize("key", plain_heads())
 def test_the_plan_is_the_compiler_s_count(key: str) -> None:
-    """Within a tenth of what is live. Catches: the plan of a GPU, or one without a chunk."""
+    """Within 3 % of what is live. Catches: the plan of a GPU, or one without a chunk."""
     _, label, call = key.split(", ")
     row, head = TABLE["now"][key], TABLE["heads"][label]
     plan = plan_chunks(
@@ -54,18 +54,17 @@ def test_the_plan_is_the_compiler_s_count(key: str) -> None:
     )
     how: dict[str, Any] = {"gradient": call != "nll alone", "recompute": call == "logprobs"}
     planned = peak_bytes(plan, backend="jax", dtype=head["dtype"], platform="tpu", **how)
-    assert abs(planned - beside_inputs(row, head)) <= row["live_gib"] * GIB / 10
+    assert abs(planned - beside_inputs(row, head)) <= 0.03 * row["live_gib"] * GIB
 
 
 @pytest.mark.cpu
 def test_less_memory_than_full_logits() -> None:
-    """Of heads with gradients, at the default chunk; not of 262,208 classes, no multiple of 128, of
-    which there is a second copy of the head of 2.6 GiB."""
+    """Of heads with gradients, at the default chunk."""
     named = [x.removesuffix(", optax") for x in TABLE["peers"] if x.endswith(", optax")]
     peers = {x: TABLE["peers"][f"{x}, optax"] for x in named}
     ours = {x: TABLE["now"][f"{x}, nll"]["live_gib"] for x in named}
     assert len(ours) >= 4
-    assert {x for x, live in ours.items() if live >= peers[x]["live_gib"]} == {"v5p, gemma3-27b"}
+    assert not [x for x, live in ours.items() if live >= peers[x]["live_gib"]]
 
 
 def needs_libtpu() -> None:
@@ -102,14 +101,15 @@ def compiled(tmp_path_factory: Any) -> dict[str, Any]:
 @pytest.mark.cpu
 @pytest.mark.parametrize("call", MOST)
 def test_programs_of_a_small_head(call: str, compiled: dict[str, Any]) -> None:
-    """Catches: targets that are gathered, blocks along lanes, traits of this process's device."""
+    """Catches: targets that are gathered, blocks along lanes, traits of this process's device, a
+    head that is filled up as an array."""
     row = compiled[call]
     assert "failed" not in row, row
     assert row["products"] == PRODUCTS[call]
     assert row["copies"] == 0
     assert len(row["bytes_a_logit"]) == len(MOST[call])
     assert np.all(np.array(row["bytes_a_logit"]) <= MOST[call])
-    assert abs(row["planned_gib"] - row["live_gib"]) <= row["live_gib"] / 10
+    assert abs(row["planned_gib"] - row["live_gib"]) <= 0.03 * row["live_gib"]
 
 
 @pytest.mark.jax
