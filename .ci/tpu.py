@@ -229,17 +229,14 @@ def compiled(head: Head, name: str, devices: list[Any]) -> tuple[Any, float]:
         "vocab_parallel": (P(), P("x") if head.layout == "VH" else P(None, "x"), P()),
         **dict.fromkeys(MESHES, (P("x"), P(None, "x"), P("x"))),  # tokens; the width of the head
     }.get(name, (P(), P(), P()))
-    tokens = (
-        plan_of(head, "nll", devices[0].device_kind).even_tokens
-        if name == "products"
-        else head.tokens
-    )
+    plan = plan_of(head, "nll", devices[0].device_kind)
+    tokens = plan.even_tokens if name == "products" else head.tokens
     labels = ((tokens, head.vocab), head.dtype) if name == SOFT else ((tokens,), "int32")
     arrays = [((tokens, head.hidden), head.dtype), (head.weight, head.dtype), labels]
     arrays = [((tokens, head.vocab), head.dtype), labels] if name in LOGITS else arrays
     shapes = [
         jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, spec))
-        for (shape, dtype), spec in zip(arrays, specs)
+        for (shape, dtype), spec in zip(arrays, specs[: len(arrays)], strict=True)
     ]
     step = CALLS[name](options)
     start = time.process_time()
@@ -252,8 +249,7 @@ def compiled(head: Head, name: str, devices: list[Any]) -> tuple[Any, float]:
 
 def plan_of(head: Head, name: str, kind: str) -> Any:
     """Of what one device has: a part of the classes, or of the tokens of a mesh."""
-    memory = SMALL_TPU_BYTES if kind in SMALL_TPUS else 0
-    default = default_chunk_bytes("tpu", memory=memory)
+    default = default_chunk_bytes("tpu", memory=SMALL_TPU_BYTES if kind in SMALL_TPUS else 0)
     asked = dict(head.options).get("max_chunk_bytes", default)
     return plan_chunks(
         head.tokens // (DEVICES if name in MESHES else 1),

@@ -172,7 +172,7 @@ CALLED = re.compile(r"(?:calls|body|to_apply|called_computations)=\{?%([\w.\-]+)
 KINDS = ("all-gather", "reduce-scatter", "all-reduce", "all-to-all", "collective-permute")
 
 
-def read(program: Any, vocab: int) -> dict[str, Any]:
+def read(program: Any) -> dict[str, Any]:
     memory, text = program.memory_analysis(), Program(program.as_text())
     looped = {x.name for block in text.loops for x in inside(text, block)}
     found: dict[str, list[float]] = {}
@@ -217,7 +217,7 @@ def main() -> int:
                 seconds = round(time.process_time() - start, 1)
                 if args.text:
                     args.text.with_suffix("." + loss).write_text(program.as_text())
-                row = {"processor_s": seconds, **read(program, MODELS[topology].vocab)}
+                row = {"processor_s": seconds, **read(program)}
                 key = f"{topology}, {label}, {loss}"
                 print(key, json.dumps(row), flush=True)
                 table.setdefault("steps", {})[key] = row

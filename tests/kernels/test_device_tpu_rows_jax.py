@@ -15,6 +15,7 @@ from xentlib.contract import check, failures
 jax = pytest.importorskip("jax")
 pytestmark = [pytest.mark.jax, pytest.mark.cpu]
 
+import jax.numpy as jnp  # noqa: E402
 from jax.sharding import PartitionSpec as P  # noqa: E402
 
 import xentlib.jax as ours  # noqa: E402
@@ -76,6 +77,83 @@ def test_wide_rows_stay_where_they_are(loss: Any, request: Any) -> None:
         if one[0] in ("gather", "scatter") and one[1].startswith(f"float32[{ROWS},{V}]")
     ]
     assert [one for one in traced if one[0] == "dynamic_slice" and f"float32[{ROWS},{V}]" in one]
+
+
+NOT_A_NUMBER = np.where(COUNTS, 1.3, np.nan).astype(np.float32)
+
+
+def cotangents(loss: Any, x: Any) -> Any:
+    """Of upstream gradients that are NaN where a token does not count."""
+    out, back = jax.vjp(loss, x)
+    return back(jax.tree.map(lambda y: jnp.where(COUNTS, 1.0, jnp.nan).astype(y.dtype), out))[0]
+
+
+def tempered(x: Any) -> Any:
+    more = {"temperature": NOT_A_NUMBER, "entropy": True, **IN_CHUNKS}
+    out = ours.vocab_parallel_logprobs(x, INDEX, **more)
+    return out.logprobs, out.entropy
+
+
+def tempered_soft(x: Any) -> Any:
+    more = {"temperature": NOT_A_NUMBER, "where": COUNTS, **IN_CHUNKS}
+    return ours.vocab_parallel_logprobs(x, SOFT, **more).logprobs
+
+
+def weighted(w: Any) -> Any:
+    more = {"token_weights": NOT_A_NUMBER, "where": COUNTS, **IN_CHUNKS}
+    nll = ours.chunked_nll(STATES, w, SOFT, temperature=NOT_A_NUMBER, **more).loss
+    return nll + ours.chunked_divergence(STATES, w, ours.TeacherLogits(WIDE[1]), **more).loss
+
+
+def over_devices(x: Any, labels: Any) -> Any:
+    """Log-probabilities and gradient over three shards, the last of which is filled up."""
+    mesh = mesh_of(jax.sharding.AxisType.Auto, x=3)
+    columns = [(0, 0), (0, 3 * 128 - V)]
+    soft = labels.ndim == 2
+    labels = np.pad(labels, columns) if soft else labels
+    of_classes = P(None, "x")
+
+    def loss(x: Any, y: Any) -> Any:
+        how = {"where": COUNTS, "vocab_parallel": PaddedVocab("x", V)}
+        return ours.vocab_parallel_logprobs(x, y, max_chunk_bytes=128 * 128 * 4, **how).logprobs
+
+    step = jax.shard_map(
+        lambda x, y: jax.value_and_grad(lambda x: loss(x, y).sum())(x),
+        mesh=mesh,
+        in_specs=(of_classes, of_classes if soft else P()),
+        out_specs=(P(), of_classes),
+    )
+    value, gradient = step(jnp.pad(x, columns, constant_values=jnp.nan), labels)
+    return value, gradient[:, :V]
+
+
+PAIRS = {
+    "temperature": (lambda x: cotangents(tempered, x), WIDE[0]),
+    "soft, temperature": (lambda x: cotangents(tempered_soft, x), WIDE[0]),
+    "token weights": (jax.grad(weighted), WEIGHT),
+    "bf16": (lambda x: cotangents(tempered, x), jnp.asarray(WIDE[0], jnp.bfloat16)),
+    "shards": (lambda x: over_devices(x, INDEX), WIDE[0]),
+    "shards, soft": (lambda x: over_devices(x, SOFT), WIDE[0]),
+    "vmap": (jax.vmap(lambda x: cotangents(tempered, x)), np.stack([WIDE[0], 2 * WIDE[0]])),
+}
+
+
+@pytest.mark.parametrize("name", PAIRS)
+def test_wide_rows_beside_what_is_not_a_number(name: str, request: Any) -> None:
+    """Temperatures, weights and upstream gradients that are NaN where a token does not count, and
+    logits that are 20 lower. Catches: a gradient of such a token that is not 0: it is written too.
+    """
+    step, x = PAIRS[name]
+    lower = x if name == "token weights" else x - jnp.asarray(20, x.dtype)
+    here = [np.asarray(y, np.float32) for y in jax.tree.leaves(jax.jit(step)(lower))]
+    request.getfixturevalue("as_on_a_tpu")
+    for got, right in zip(jax.tree.leaves(jax.jit(step)(lower)), here, strict=True):
+        assert right.any()
+        if name == "bf16":  # of which a rounding may fall to the other side
+            row, metric = "A19", "bf16 correctly rounded"
+        else:
+            row, metric = "A9", "rho / u"
+        assert not failures(check(row, np.asarray(got, np.float32), right, metrics=(metric,)))
 
 
 # --- bits, of operands whose products are exact: our own sums decide ------------------------------
