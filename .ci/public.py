@@ -33,10 +33,13 @@ FUNCTIONS = (
     ("chunked_divergence", "divergence", "DivergenceArguments", "head_divergence"),
     ("vocab_parallel_divergence", "divergence", "GivenDivergenceArguments", "given_divergence"),
 )
+# Where each backend has its losses.
+LOSSES = {"torch_impl": "losses.", "jax_impl": ""}
+INDEX = {"torch_impl": "index", "jax_impl": "nll"}
 # What a loss does not need is loaded when it is called.
 LATER = {
-    ("torch_impl", "head_divergence"): "xentlib.torch.divergence",
-    ("torch_impl", "given_divergence"): "xentlib.torch.given_divergence",
+    ("torch_impl", "head_divergence"): "xentlib.torch.losses.divergence",
+    ("torch_impl", "given_divergence"): "xentlib.torch.losses.given_divergence",
     ("jax_impl", "head_divergence"): "xentlib.jax.divergence",
     ("jax_impl", "given_divergence"): "xentlib.jax.divergence",
 }
@@ -246,8 +249,8 @@ def public_module(column: str, definitions: dict[str, Definition]) -> str:
                 ("xentlib.plan", "VocabShard"),
                 ("xentlib.soft_labels", "SoftLabels"),
                 ("xentlib.teacher", "TeacherHead, TeacherLogits, TeacherTopK"),
-                (f"{package}.logprobs", "given_logprobs, head_logprobs"),
-                (f"{package}.nll", "nll"),
+                (f"{package}.{LOSSES[column]}logprobs", "given_logprobs, head_logprobs"),
+                (f"{package}.{LOSSES[column]}{INDEX[column]}", "nll"),
             )
         )
     )

@@ -34,8 +34,8 @@ from xentlib.options import (
 from xentlib.plan import VocabShard
 from xentlib.soft_labels import SoftLabels
 from xentlib.teacher import TeacherHead, TeacherLogits, TeacherTopK
-from xentlib.torch.logprobs import given_logprobs, head_logprobs
-from xentlib.torch.nll import nll
+from xentlib.torch.losses.index import nll
+from xentlib.torch.losses.logprobs import given_logprobs, head_logprobs
 
 if TYPE_CHECKING:
     from xentlib.divergence import DivergenceOutput
@@ -585,7 +585,7 @@ def chunked_divergence(
 
     Sources: distillation (arXiv 1503.02531); generalised JSD on-policy, GKD (arXiv 2306.13649).
     """
-    from xentlib.torch.divergence import head_divergence
+    from xentlib.torch.losses.divergence import head_divergence
 
     return head_divergence(
         DivergenceArguments(
@@ -671,7 +671,7 @@ def vocab_parallel_divergence(
 
     Sources: as `chunked_divergence`.
     """
-    from xentlib.torch.given_divergence import given_divergence
+    from xentlib.torch.losses.given_divergence import given_divergence
 
     return given_divergence(
         GivenDivergenceArguments(

@@ -12,6 +12,8 @@ __all__ = [
     "DIVERGENCE_OUTPUTS",
     "EMPTY",
     "GATHERS",
+    "KERNELS",
+    "KERNELS_ENV",
     "LAYOUTS",
     "MODES",
     "NONFINITE",
@@ -35,6 +37,10 @@ __all__ = [
     "Vocab",
     "WeightLayout",
 ]
+
+# Which implementation of the steps computes, where there are several, and who may say so.
+KERNELS = ("auto", "eager", "triton")
+KERNELS_ENV = "XENTLIB_KERNELS"
 
 Reduction = Literal["mean", "sum"]
 WeightLayout = Literal["VH", "HV"]

@@ -78,7 +78,7 @@ def in_torch(
     from xentlib.algebra import TargetInfo, WantedStats
     from xentlib.arguments import Scalars
     from xentlib.torch.core.kernels import DzOutput, LogitsBlock, LogitTransform
-    from xentlib.torch.logprobs import Residuals, coefficients
+    from xentlib.torch.losses.logprobs import Residuals, coefficients
 
     def tensor(x: Any) -> Any:
         return None if x is None else torch.tensor(x)

@@ -18,8 +18,8 @@ from torch._library.custom_ops import _maybe_get_opdef  # noqa: E402
 from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 from torch.utils._pytree import tree_leaves  # noqa: E402
 
-from xentlib.torch import nll  # noqa: E402
 from xentlib.torch.core import device  # noqa: E402
+from xentlib.torch.losses import loss  # noqa: E402
 
 # What launches nothing beside views: memory that is not written to.
 EMPTY = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"}
@@ -153,6 +153,6 @@ def as_on_a_gpu() -> Iterator[OnDevice]:
         for name in ("tensor", "as_tensor"):  # which dispatch nothing on meta
             patch.setattr(torch, name, waiting(getattr(torch, name)))
         # With a mode in place the backward would take it for a tracer's.
-        patch.setattr(nll, "in_eager", lambda x: True)
+        patch.setattr(loss, "in_eager", lambda x: True)
         with OnDevice() as seen:
             yield seen

@@ -26,11 +26,10 @@ from xentlib.torch import (  # noqa: E402
     chunked_divergence,
     chunked_logprobs,
     chunked_nll,
-    nll,
     vocab_parallel_logprobs,
 )
 from xentlib.torch.core import device, tokens  # noqa: E402
-from xentlib.torch.nll import nll_op  # noqa: E402
+from xentlib.torch.losses import index  # noqa: E402
 
 BF16, BOOL, INT = torch.bfloat16, torch.bool, torch.int64
 
@@ -210,12 +209,13 @@ def test_the_backward_passes_over_d_weight_once(dtype: str, layout: str, retain:
 def test_a_compiler_is_told_the_strides_of_the_sum(monkeypatch: Any, layout: str) -> None:
     """Inductor asserts them of an operator's results."""
     found: list[list[Any]] = []
+    nll_op = index.nll_op
 
     def keep(*arguments: Any) -> None:
         found.append([(x.shape, x.stride(), x.dtype) for x in nll_op(*arguments)])
         raise InterruptedError
 
-    monkeypatch.setattr(nll, "nll_op", keep)
+    monkeypatch.setattr(index, "nll_op", keep)
     monkeypatch.setitem(device.KINDS, "meta", device.KINDS["cuda"])
     for mode in (as_on_a_gpu, nullcontext):  # without a mode, what stands in for the operator
         with pytest.raises(InterruptedError), mode():

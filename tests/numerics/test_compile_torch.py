@@ -22,8 +22,8 @@ import xentlib.torch as X  # noqa: E402
 from helpers.leaves_torch import loss_and_gradients, same, tensors  # noqa: E402
 from helpers.tokenless import ALL, arrays  # noqa: E402
 from xentlib.torch import chunked_nll  # noqa: E402
-from xentlib.torch import nll as torch_nll  # noqa: E402
 from xentlib.torch.binding import bind  # noqa: E402
+from xentlib.torch.losses import index as torch_nll  # noqa: E402
 from xentlib.torch.operators import flattened  # noqa: E402
 
 COMPILERS = ["aot_eager", *(["inductor"] if shutil.which("c++") or shutil.which("g++") else [])]

@@ -211,8 +211,8 @@ def test_torch_compiles_into_one_graph() -> None:
 def test_torch_operators_pass_opcheck() -> None:
     """D6: schema, registration of the gradient, fake kernels."""
     torch = pytest.importorskip("torch")
-    from xentlib.torch import logprobs
     from xentlib.torch.binding import bind_logits
+    from xentlib.torch.losses import logprobs
     from xentlib.torch.operators import flattened
 
     names = ("test_schema", "test_autograd_registration", "test_faketensor")

@@ -303,8 +303,8 @@ def test_torch_compiles_into_one_graph() -> None:
 @pytest.mark.torch
 def test_torch_operators_pass_opcheck() -> None:
     torch = pytest.importorskip("torch")
-    from xentlib.torch import logprobs
     from xentlib.torch.binding import bind
+    from xentlib.torch.losses import logprobs
     from xentlib.torch.operators import flattened
 
     x, w = torch.randn(9, 4, requires_grad=True), torch.randn(5, 4, requires_grad=True)

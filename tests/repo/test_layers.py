@@ -16,7 +16,7 @@ if not all((ROOT / folder).is_dir() for folder in PACKAGES):
 LAYERS = {
     "definition": {
         "xentlib": "nll logprobs labels accumulate evaluation lora arguments options head "
-        "collectives dtypes interop kernels processes algebra lazy results divergence teacher "
+        "collectives dtypes interop processes algebra lazy results divergence teacher "
         "pairs segments classes top_k soft_labels"
     },
     "rules": {"xentlib": "plan checks contract budgets ulp reference"},
@@ -27,8 +27,8 @@ LAYERS = {
     "placement": {"backend": "head placement"},
     "binding": {"backend": "binding"},
     "functions": {
-        "backend": "nll logprobs from_logits divergence given_divergence teacher classes top_k "
-        "soft_labels given_soft_labels"
+        "backend": "losses nll logprobs divergence teacher classes top_k soft_labels "
+        "given_soft_labels"
     },
     "api": {"backend": "api"},
     "heads": {

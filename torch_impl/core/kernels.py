@@ -18,7 +18,7 @@ from torch import Tensor
 
 from xentlib.algebra import Algebra, BlockStats, Coefficients, WantedStats
 from xentlib.arguments import Scalars
-from xentlib.kernels import CHOICES, VARIABLE
+from xentlib.options import KERNELS, KERNELS_ENV
 from xentlib.torch.core.algebra import ALGEBRA
 from xentlib.torch.core.tokens import FurtherClasses
 
@@ -190,11 +190,11 @@ def kernels_for(
 
 def chosen() -> str:
     """What the environment says, "auto" if nothing."""
-    choice = os.environ.get(VARIABLE, "auto")
-    if choice not in CHOICES:
+    choice = os.environ.get(KERNELS_ENV, "auto")
+    if choice not in KERNELS:
         raise ValueError(
-            f"`{VARIABLE}` must be one of {', '.join(CHOICES)}; got {choice!r}. Unset it for the "
-            f"fastest that the device can run."
+            f"`{KERNELS_ENV}` must be one of {', '.join(KERNELS)}; got {choice!r}. Unset it for "
+            f"the fastest that the device can run."
         )
     return choice
 

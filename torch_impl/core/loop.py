@@ -1,13 +1,14 @@
-"""The loop over a head's logits, out of three parts: whose tokens a chunk has, which rows a block
-has, and which classes those are.
+"""The loop of every loss: a head's logits chunk by chunk, what an objective computes of them, and
+the products of the gradients. It has three parts: whose tokens a chunk has, which rows a block has,
+and which classes those are.
 
-Shapes: N tokens, V vocabulary.
+Shapes: N tokens, V vocabulary, R values of each token, K numbers of each.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
@@ -18,7 +19,7 @@ from xentlib.torch.core.consistency import Agreed, Terms, group_named, shake_han
 from xentlib.torch.core.gathered import GatheredTokens
 from xentlib.torch.core.gradients import Gradients, GradientSums
 from xentlib.torch.core.kernels import Kernels
-from xentlib.torch.core.logits import ChunkedLogits
+from xentlib.torch.core.logits import Chunk, ChunkedLogits
 from xentlib.torch.core.tokens import LocalVocab, OwnTokens, Selected
 from xentlib.torch.core.vocab import ShardedVocab, numbers_of
 from xentlib.torch.operators import HeadCall
@@ -161,6 +162,70 @@ class HeadLoop:
         consistency.close("a", None if low is None else low.sum())
         consistency.close("scale", None if low is None else call.low_scale)
         return vocab
+
+
+class Out(NamedTuple):
+    """Where a step writes, in one pass over rows of the head."""
+
+    values: Tensor  # [R, N] of all tokens of the chunks
+    factor: Tensor  # [N] or [K, N] of dz, with the power of two
+    sums: GradientSums
+    needs_dz: bool
+
+
+class Objective:
+    """Steps 3 to 7 of a loss, or of a backward that computes the logits again.
+
+    A unit is what has its statistics at once: a block, or all blocks of a chunk where shards
+    exchange them.
+    """
+
+    num_values = 0  # R, of which the loss is the first
+    values: Tensor | None = None  # [R, N], where all statistics come before the first gradient
+    logits: ChunkedLogits
+
+    def start(self, logits: ChunkedLogits) -> None:
+        """Of a pass over rows of the head."""
+        self.logits = logits
+
+    def chunks(self) -> Iterator[Chunk]:
+        return self.logits.chunks()
+
+    def kernels(self) -> Any:
+        """With their scratch, for a chunk."""
+        return self.logits.kernels()
+
+    def units(self, chunk: Chunk) -> Iterator[Any]:
+        return self.logits.blocks(chunk)
+
+    def step(self, unit: Any, kernels: Any, out: Out) -> None:
+        """Values of a unit's tokens into `out.values`, dz into `out.sums`."""
+        raise NotImplementedError
+
+
+def run(
+    loop: HeadLoop,
+    objective: Objective,
+    factor: Tensor,
+    needs: list[bool],
+    exponent: Tensor | None,
+) -> tuple[Tensor, Gradients]:
+    """Values [R, N], and gradients in the compute dtype; `exponent` is the power of two that
+    `factor` carries."""
+    sums, values, needs_dz = loop.sums(needs), objective.values, any(needs)
+    known = values is not None
+    if values is None:
+        values = torch.zeros(objective.num_values, factor.shape[-1], **loop.like)
+    for logits, block_sums in sums.passes(exponent) if needs_dz or not known else ():
+        objective.start(logits)
+        out = Out(values, factor, block_sums, needs_dz)
+        for chunk in objective.chunks():
+            kernels = objective.kernels()
+            for unit in objective.units(chunk):
+                objective.step(unit, kernels, out)
+            del kernels  # whose scratch the products' own takes the place of
+            block_sums.add(chunk)
+    return values, sums.finish(exponent)
 
 
 def not_gathered(loop: HeadLoop, agreed: Agreed | None) -> Parts:

@@ -154,10 +154,16 @@ class PairedLogits:
         self.wanted = wanted or (WantedStats(), WantedStats())
         self.columns = slice(0, student.local_size)
 
-    def units(self, chunk: Any, of_teacher: Any) -> Iterator[Unit]:
+    def chunks(self) -> Iterator[Any]:
+        """The student's; the teacher's of the same tokens is computed with it."""
+        for chunk, teacher_chunk in zip(self.student.chunks(), self.teacher.chunks()):
+            self.teacher_chunk = teacher_chunk
+            yield chunk
+
+    def units(self, chunk: Any) -> Iterator[Unit]:
         """Those of a chunk where shards exchange statistics; otherwise of one block, which is in a
         CPU's cache from its product on."""
-        pairs = self.teacher.pairs(self.student.blocks(chunk), of_teacher)
+        pairs = self.teacher.pairs(self.student.blocks(chunk), self.teacher_chunk)
         if self.student.vocab.sharded:
             yield Unit(list(pairs))
         else:

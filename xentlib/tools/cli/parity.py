@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from xentlib.kernels import CHOICES
+from xentlib.options import KERNELS as CHOICES
 from xentlib.tools.cli import requirements
 from xentlib.tools.cli.command import Row, seed, status_of, stopped
 from xentlib.tools.errors import UsageError, note

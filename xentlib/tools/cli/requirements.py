@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
 
-from xentlib.kernels import VARIABLE
+from xentlib.options import KERNELS_ENV
 from xentlib.tools.errors import UsageError, note, writing
 from xentlib.tools.harness.environment import BACKENDS
 
@@ -65,7 +65,7 @@ def check_kernels(kernels: str, device: str, backends: Sequence[str]) -> None:
             "`--kernels triton` needs Triton, which is not installed; install it with "
             "`pip install triton`."
         )
-    os.environ[VARIABLE] = kernels
+    os.environ[KERNELS_ENV] = kernels
     if kernels == "triton" and device == "cpu":
         os.environ["TRITON_INTERPRET"] = "1"
 

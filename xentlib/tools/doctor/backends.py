@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from xentlib.contract import Measurement, failures
-from xentlib.kernels import CHOICES, VARIABLE
+from xentlib.options import KERNELS, KERNELS_ENV
 from xentlib.tools.doctor.imports import PLUGIN_FAILED, PLUGINS, error_line
 from xentlib.tools.doctor.packages import Finding, Status, there
 from xentlib.tools.harness.environment import version_of
@@ -77,13 +77,13 @@ def _kernels(torch: Any) -> Finding:
         choice = chosen()
         name = kernels_for(device, torch.float32).__name__
     except (RuntimeError, ValueError) as error:
-        cure = f"unset {VARIABLE}, or set it to one of {', '.join(CHOICES)}"
+        cure = f"unset {KERNELS_ENV}, or set it to one of {', '.join(KERNELS)}"
         return Finding("kernels", "PyTorch", "bad", str(error), cure)
     if name == "Triton":
         return Finding("kernels", "PyTorch", "ok", f"Triton's programs compute on {device}")
     text = f"eager operators compute on {device}"
     if choice == "eager":
-        return Finding("kernels", "PyTorch", "note", f"{text}, as {VARIABLE}=eager says")
+        return Finding("kernels", "PyTorch", "note", f"{text}, as {KERNELS_ENV}=eager says")
     why = why_no_triton(device)
     text += f": {why}" if why else ": Triton's programs could not be run"
     missing = device.type == "cuda" and not there("triton")

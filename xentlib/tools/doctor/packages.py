@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Literal, NamedTuple
 
 import xentlib
-from xentlib.kernels import VARIABLE
+from xentlib.options import KERNELS_ENV
 from xentlib.tools.doctor.imports import Tried
 from xentlib.tools.harness.environment import version_of
 
@@ -92,7 +92,7 @@ PACKAGES = (
 
 # What changes who computes, where, or which bits come out.
 VARIABLES = (
-    VARIABLE,
+    KERNELS_ENV,
     "TRITON_INTERPRET",
     "CUDA_VISIBLE_DEVICES",
     "NVIDIA_TF32_OVERRIDE",

@@ -19,13 +19,13 @@ from xentlib.logprobs import LogprobOutput
 from xentlib.torch.array_spec import with_leading
 from xentlib.torch.binding import bind, bind_logits
 from xentlib.torch.core.consistency import Terms
-from xentlib.torch.core.gemm import power_of_two
-from xentlib.torch.core.gradients import Gradients, fake_gradients, rounded
+from xentlib.torch.core.gradients import Gradients, fake_gradients
 from xentlib.torch.core.kernels import DzOutput
 from xentlib.torch.core.logits import GivenLogits
 from xentlib.torch.core.loop import HeadLoop
 from xentlib.torch.core.stats import all_stats, given_stats
 from xentlib.torch.core.tokens import Selected
+from xentlib.torch.losses.loss import Recompute, as_inputs, recompute
 from xentlib.torch.operators import (
     DIFFERENTIATED,
     HeadCall,
@@ -117,21 +117,8 @@ def outputs_of(
     return output, residuals
 
 
-def logprobs_backward(
-    upstream: Cotangents, call: HeadCall, needs: list[bool]
-) -> tuple[Tensor, ...]:
-    """Steps 6 to 8: the gradients in their inputs' dtypes; empty if not needed."""
-    accumulators = gradient_sums(upstream, call, needs)
-    # On CPU rows that were not computed are +0 already, elsewhere their dz was.
-    return tuple(
-        rounded(x, (call.hidden if like is None else like).dtype)
-        for x, like in zip(accumulators, call.leaves, strict=True)
-    )
-
-
-def gradient_sums(upstream: Cotangents, call: HeadCall, needs: list[bool]) -> Gradients:
-    """The same before they are rounded. The chunk is given up with the loop, before there are
-    gradients beside their sums."""
+def logprobs_backward(upstream: Cotangents, call: HeadCall, needs: list[bool]) -> Gradients:
+    """Steps 6 to 8: gradients in the compute dtype; empty if not needed."""
     residuals, entropy = Residuals(*upstream.residuals), upstream.d_entropy is not None
     terms = Terms("the backward of chunked_logprobs", needs, d_entropy=entropy)
     loop = HeadLoop(call, terms)
@@ -139,25 +126,14 @@ def gradient_sums(upstream: Cotangents, call: HeadCall, needs: list[bool]) -> Gr
 
     cleaned_3N = clean_upstream(loop.own, upstream, call.compute_dtype)
     *kept, g_logprob, g_entropy, g_lse = loop.chunks_of.exchange(*residuals, *cleaned_3N)
-    residuals, g_3N = Residuals(*kept), torch.stack((g_logprob, g_entropy, g_lse))
-    exponent = power_of_two(call.gemm_dtype, g_3N.abs().sum(0))
-    if exponent is not None:
-        g_3N = torch.ldexp(g_3N, exponent)
-    sums = loop.sums(needs)
-    for logits, of_block in sums.passes(exponent):
-        for chunk in logits.chunks():
-            kernels = logits.kernels()
-            for rows in logits.blocks(chunk):
-                g_3B = logits.scaled(g_3N[:, rows.places], rows)
-                of_rows = Residuals(*(x[rows.places] for x in residuals))
-                dz = coefficients(g_3B, of_rows, entropy=entropy)
-                of_block.take(rows, kernels, of_rows.lse, dz)
-            del kernels
-            of_block.add(chunk)
-    accumulators = sums.finish(exponent)
-    for x in accumulators[1:] if call.rows.head_scale != 1.0 else ():
-        x.mul_(call.rows.head_scale)
-    return accumulators
+    residuals = Residuals(*kept)
+
+    def dz_of(g_3B: Tensor, places: slice | Tensor) -> Coefficients:
+        of_rows = Residuals(*(x[places] for x in residuals))
+        return coefficients(g_3B, of_rows, entropy=entropy)
+
+    g_3N = torch.stack((g_logprob, g_entropy, g_lse))
+    return recompute(call, loop, Recompute(residuals.lse, dz_of), g_3N, needs)
 
 
 def clean_upstream(own: Selected, upstream: Cotangents, dtype: torch.dtype) -> Tensor:
@@ -203,7 +179,7 @@ def fake_outputs(call: HeadCall | LogitsCall, values: Values) -> tuple[Tensor, .
 def logprobs_backward_op(upstream: Cotangents, call: HeadCall, needs: Needs) -> tuple[Tensor, ...]:
     """`logprobs_backward` as one operator, opaque to the compiler."""
     with torch.autocast(call.hidden.device.type, enabled=False):
-        return logprobs_backward(upstream, call, needs.needs)
+        return as_inputs(call, logprobs_backward(upstream, call, needs.needs))
 
 
 @logprobs_backward_op.fake
@@ -244,7 +220,7 @@ def head_logprobs(given: Arguments) -> LogprobOutput[Tensor]:
     """`chunked_logprobs` of its arguments."""
     if given.kept is None and given.ids is None and is_zero(given.top_k):
         return of_labels(given)
-    from xentlib.torch.classes import head_classes
+    from xentlib.torch.losses.classes import head_classes
 
     return head_classes(given)
 
@@ -331,11 +307,11 @@ given_op.gradient(keep, backward_of("vocab_parallel_logprobs", gradient_of_logit
 def given_logprobs(given: LogitsArguments) -> LogprobOutput[Tensor]:
     """`vocab_parallel_logprobs` of its arguments."""
     if is_soft(given.labels, given.logits):
-        from xentlib.torch.given_soft_labels import given_soft
+        from xentlib.torch.losses.given_soft_labels import given_soft
 
         return given_soft(given)
     if given.kept is not None or given.ids is not None or not is_zero(given.top_k):
-        from xentlib.torch.classes import given_classes
+        from xentlib.torch.losses.classes import given_classes
 
         return given_classes(given)
     given, problem, call = bind_logits("vocab_parallel_logprobs", given)

@@ -25,7 +25,8 @@ from xentlib.torch.core.logits import GivenLogits
 from xentlib.torch.core.pairs import GivenTeacher, InPlace, PairedLogits, Unit
 from xentlib.torch.core.stats import given_stats
 from xentlib.torch.core.vocab import ShardedVocab
-from xentlib.torch.divergence import Upstream
+from xentlib.torch.losses.divergence import Upstream
+from xentlib.torch.losses.teacher import given_teacher, labels_for, pairs_for
 from xentlib.torch.operators import (
     LogitsCall,
     Named,
@@ -34,7 +35,6 @@ from xentlib.torch.operators import (
     kept_call,
     operator,
 )
-from xentlib.torch.teacher import given_teacher, labels_for, pairs_for
 
 
 class GivenTerms(NamedTuple):

@@ -19,7 +19,9 @@ from xentlib.soft_labels import SOFT_LABELS, SoftLabels
 from xentlib.torch.array_spec import array_spec, as_tensor, only_tensors, with_leading
 from xentlib.torch.binding import bind, tokens
 from xentlib.torch.core.device import host_readable
-from xentlib.torch.divergence import RESULTS, Loss, divergence_op
+from xentlib.torch.losses.divergence import RESULTS, divergence_op
+from xentlib.torch.losses.paired import Loss
+from xentlib.torch.losses.teacher import TeacherCall, labels_for
 from xentlib.torch.micro_batch import label_loss
 from xentlib.torch.operators import (
     HeadCall,
@@ -31,7 +33,6 @@ from xentlib.torch.operators import (
 )
 from xentlib.torch.placement.head import with_head
 from xentlib.torch.placement.logits import local_logits
-from xentlib.torch.teacher import TeacherCall, labels_for
 
 
 def soft_nll(given: Arguments) -> NLLOutput[Tensor]:

@@ -28,6 +28,8 @@ from xentlib.torch.core.pairs import GivenTeacher, restore
 from xentlib.torch.core.soft_labels import FewClasses, SoftLogits
 from xentlib.torch.core.stats import columns_of, over_shards
 from xentlib.torch.core.vocab import ShardedVocab
+from xentlib.torch.losses.soft_labels import check_soft_values, labels_call
+from xentlib.torch.losses.teacher import KINDS, labels_for
 from xentlib.torch.operators import (
     LogitsCall,
     Named,
@@ -36,8 +38,6 @@ from xentlib.torch.operators import (
     kept_call,
     operator,
 )
-from xentlib.torch.soft_labels import check_soft_values, labels_call
-from xentlib.torch.teacher import KINDS, labels_for
 
 FIVE = f"({', '.join(['Tensor'] * 5)})"
 

@@ -11,34 +11,46 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from xentlib.algebra import WantedStats
 from xentlib.arguments import Arguments, DivergenceArguments
 from xentlib.checks.call import CALLS
 from xentlib.checks.divergence import DIVERGING, check_divergence, of_teacher
 from xentlib.checks.validators import plain
 from xentlib.divergence import DivergenceOutput
 from xentlib.options import DIVERGENCE_OUTPUTS
-from xentlib.pairs import DzTerms
-from xentlib.soft_labels import SOFT_LABELS
 from xentlib.teacher import TeacherTopK
 from xentlib.torch.array_spec import as_tensor, only_tensors, with_leading
 from xentlib.torch.binding import bind, tokens
-from xentlib.torch.core.consistency import Terms
 from xentlib.torch.core.gemm import power_of_two
-from xentlib.torch.core.gradients import Gradients, fake_gradients, rounded
-from xentlib.torch.core.kernels import LogitsBlock
-from xentlib.torch.core.loop import HeadLoop
+from xentlib.torch.core.gradients import Gradients, fake_gradients
+from xentlib.torch.core.loop import HeadLoop, run
 from xentlib.torch.core.pairs import in_halves
 from xentlib.torch.core.tokens import check_ids, check_labels
-from xentlib.torch.micro_batch import label_loss
-from xentlib.torch.nll import (
-    KEPT,
+from xentlib.torch.losses.loss import (
+    NUM_SAVED,
+    as_inputs,
     check_consistent,
-    keep_gradients,
-    kept_gradients,
+    recompute,
     refused_divisor,
+    save_gradients,
+    saved_gradients,
     token_weights,
 )
+from xentlib.torch.losses.paired import (
+    FUNCTION,
+    VALUES,
+    Divergence,
+    DivergenceAgain,
+    Loss,
+    Residuals,
+)
+from xentlib.torch.losses.teacher import (
+    TeacherCall,
+    kernels_of,
+    labels_for,
+    of_both,
+    teacher_call,
+)
+from xentlib.torch.micro_batch import label_loss
 from xentlib.torch.operators import (
     DIFFERENTIATED,
     HeadCall,
@@ -52,78 +64,6 @@ from xentlib.torch.operators import (
     without_gradient,
 )
 from xentlib.torch.placement.head import with_head
-from xentlib.torch.teacher import (
-    KINDS,
-    TeacherCall,
-    is_tempered,
-    kernels_of,
-    labels_for,
-    of_both,
-    paired,
-    teacher_call,
-)
-
-FUNCTION = "chunked_divergence"
-
-
-class Loss(NamedTuple):
-    """What the operator of a divergence takes beside its calls."""
-
-    kind: str
-    squared: bool  # times the temperature's square
-    token_weights: Tensor | None
-    denominator: Tensor | None
-    mean: bool
-    entropy: bool
-    teacher_entropy: bool
-    more_classes: int  # that the teacher has on this rank: 0, or all ranks are to refuse it
-    each: bool  # a loss of each token, whose gradients are made in the backward
-    output_dtype: torch.dtype
-    soft_class_weights: Tensor | None  # of class probabilities
-    needs: list[bool]  # gradients of hidden, weight, bias and a low-rank part
-
-    @property
-    def class_weights(self) -> Tensor | None:
-        """None that a token's weight has: of class probabilities they weigh terms of its loss, and
-        the labels of its call are not classes."""
-        return None
-
-    @property
-    def function(self) -> str:
-        return "chunked_nll" if self.kind == SOFT_LABELS else FUNCTION
-
-    @property
-    def reduced_needs(self) -> list[bool]:
-        """Those of a forward."""
-        return [need and not self.each for need in self.needs]
-
-    @property
-    def wanted(self) -> tuple[WantedStats, WantedStats]:
-        return WantedStats(self.entropy), WantedStats(self.teacher_entropy)
-
-    def terms(self, function: str, form: float, refused: float | None = None) -> Terms:
-        """`form` is that of the teacher."""
-        options = self.squared, self.entropy, self.teacher_entropy, self.each
-        outputs = sum(2.0**k * x for k, x in enumerate(options))
-        kind, more = KINDS.index(self.kind) + 8.0 * form, float(self.more_classes)
-        weights = self.soft_class_weights
-        mean = self.mean and self.denominator is None
-        return Terms(function, self.needs, outputs, weights, refused, mean, False, kind, more)
-
-
-class Residuals(NamedTuple):
-    """What a backward that makes the logits again needs beside its inputs: [N] each."""
-
-    lse: Tensor
-    teacher_lse: Tensor
-    delta: Tensor
-    labels_lse: Tensor  # of the logits that a loss of the labels is of
-    gain: Tensor  # of dz, with the token's weight
-    shift: Tensor
-    own: Tensor  # of the labels' loss, what is added in the target's column
-
-
-VALUES = ("loss", "nll", "divergence", "logprobs", "entropy", "teacher_entropy")
 
 
 def divergence_forward(
@@ -148,44 +88,16 @@ def divergence_forward(
     scaled_N = factor_N if exponent is None else torch.ldexp(factor_N, exponent)
     check_consistent(loop, loss, divisor)
     teacher.check_consistent(loop, loss.kind)
-    nll_weight, sums, tempered_nll = call.scalars.nll_weight, loop.sums(needs), is_tempered(call)
-    values_6N = torch.zeros(len(VALUES), factor_N.shape[0], **loop.like)
-    residuals_7N = torch.zeros(
-        len(Residuals._fields) if loss.each else 0, factor_N.shape[0], **loop.like
-    )
-    for student, of_block in sums.passes(exponent):
-        both = paired(loop, student, teacher, loss)
-        for chunk, other in zip(student.chunks(), both.teacher.chunks()):
-            kernels = both.kernels()
-            for unit in both.units(chunk, other):
-                made, places = both.values(unit, kernels, tempered_nll=tempered_nll), unit.places
-                value = made.loss * squared_N[places]
-                more = -nll_weight * made.labels if nll_weight else made.beside
-                values_6N[:, places] = torch.stack((value + more, more, *made.per_token))
-                dz = DzTerms(*(x * squared_N[places] for x in made.dz))
-                if nll_weight and not tempered_nll:
-                    dz = both.kind.with_nll(dz, made.total, nll_weight)
-                if loss.each:
-                    terms = (*dz, torch.full_like(value, -nll_weight))
-                    weighted = (x * factor_N[places] for x in terms)
-                    residuals_7N[:, places] = torch.stack((*made.known, *weighted))
-                for k, part in enumerate(unit.parts()) if any(needs) else ():
-                    rows, _, at = part
-                    factor = student.scaled(scaled_N[rows.places], rows)
-                    of_rows = DzTerms(*(factor * x[at] for x in dz))
-                    own = -nll_weight * untempered(factor, rows) if nll_weight else None
-                    p = made.p_labels[k] if tempered_nll else None
-                    both.write(part, of_rows, own, p, kernels, of_block)
-            del kernels
-            of_block.add(chunk)
-    gradients = sums.finish(exponent)
+    objective = Divergence(loop, teacher, loss, squared_N, factor_N)
+    values, gradients = run(loop, objective, scaled_N, needs, exponent)
     # Ranks of a route have refused it, those of `vocab_parallel` have compared it.
     if refused is not None:
         CALLS.refuse("denominator", value=refused)
     if loop.vocab.sharded:
         check_ids(loop.ids, loop.tokens.valid, loop.vocab.size)
         check_labels(loop.labels, loop.tokens.bad, loop.ignore_index, loop.vocab.size)
-    own_6N = loop.own.clean(loop.chunks_of.local(values_6N))
+    values_6N, residuals_7N = loop.chunks_of.local(values).tensor_split([len(VALUES)])
+    own_6N = loop.own.clean(values_6N)
     loss_N, nll_N = own_6N[0] * loss_weights, own_6N[1] * loss_weights
     of_token = [x.to(loss.output_dtype, copy=True) for x in own_6N[2:]]
     output = DivergenceOutput(
@@ -195,53 +107,19 @@ def divergence_forward(
         nll_N.sum().to(loss.output_dtype),
         *of_token,
     )
-    return output, loop.chunks_of.local(residuals_7N), gradients, loop.own.valid
-
-
-def untempered(factor: Tensor, rows: LogitsBlock) -> Tensor:
-    """A factor of dz of logits before their temperature."""
-    return factor if rows.temperature_B is None else factor * rows.temperature_B
+    return output, residuals_7N.clone(), gradients, loop.own.valid
 
 
 def divergence_backward(
     gradient: Tensor, residuals_7N: Tensor, call: HeadCall, teacher: TeacherCall, loss: Loss
-) -> tuple[Tensor, ...]:
-    """Steps 6 to 8 of a loss of each token, from logits that are made again."""
+) -> Gradients:
+    """Steps 6 to 8 of a loss of each token, from logits that are computed again."""
     terms = loss.terms(f"the backward of {FUNCTION}", teacher.form)
     loop = HeadLoop(in_halves(call), terms, made=kernels_of(call, loss))
     g_N = loop.own.clean(gradient.to(loop.compute_dtype))
     g_N, *exchanged = loop.chunks_of.exchange(g_N, *residuals_7N)
-    residuals_7N, residuals = torch.stack(exchanged), Residuals(*exchanged)
-    exponent = power_of_two(call.gemm_dtype, g_N)
-    if exponent is not None:
-        g_N = torch.ldexp(g_N, exponent)
-    sums, tempered_nll = loop.sums(loss.needs), is_tempered(call)
-    for student, of_block in sums.passes(exponent):
-        both = paired(loop, student, teacher, loss)
-        for chunk, other in zip(student.chunks(), both.teacher.chunks()):
-            kernels = both.kernels()
-            for unit in both.units(chunk, other):
-                p_labels = both.again(unit, kernels, residuals_7N[:4], tempered_nll=tempered_nll)
-                for k, part in enumerate(unit.parts()):
-                    rows, places = part[0], part[0].places
-                    factor = student.scaled(g_N[places], rows)
-                    dz, own = (
-                        DzTerms(factor * residuals.gain[places], factor * residuals.shift[places]),
-                        None,
-                    )
-                    if call.scalars.nll_weight:
-                        own = untempered(factor, rows) * residuals.own[places]
-                    p = p_labels[k] if tempered_nll else None
-                    both.write(part, dz, own, p, kernels, of_block)
-            del kernels
-            of_block.add(chunk)
-    accumulators = sums.finish(exponent)
-    for x in accumulators[1:] if call.rows.head_scale != 1.0 else ():
-        x.mul_(call.rows.head_scale)
-    return tuple(
-        rounded(x, (call.hidden if like is None else like).dtype)
-        for x, like in zip(accumulators, call.leaves, strict=True)
-    )
+    objective = DivergenceAgain(loop, teacher, loss, torch.stack(exchanged))
+    return recompute(call, loop, objective, g_N, loss.needs)
 
 
 RESULTS = 8  # of `DivergenceOutput`, what an operator makes
@@ -251,7 +129,7 @@ Tensors = tuple[Tensor, ...]
 @operator(
     "divergence_forward",
     *(HeadCall, TeacherCall, Loss),
-    returns=f"({', '.join(['Tensor'] * (RESULTS + 1 + KEPT))})",
+    returns=f"({', '.join(['Tensor'] * (RESULTS + 1 + NUM_SAVED))})",
 )
 def divergence_op(call: HeadCall, teacher: TeacherCall, loss: Loss) -> Tensors:
     """`divergence_forward` as one operator, opaque to the compiler: outputs, what a backward of
@@ -284,14 +162,14 @@ class Upstream(NamedTuple):  # of a backward operator
 @operator(
     "divergence_backward",
     *(Upstream, HeadCall, TeacherCall, Loss),
-    returns=f"({', '.join(['Tensor'] * (KEPT - 1))})",
+    returns=f"({', '.join(['Tensor'] * (NUM_SAVED - 1))})",
 )
 def each_backward_op(
     upstream: Upstream, call: HeadCall, teacher: TeacherCall, loss: Loss
 ) -> Tensors:
     """`divergence_backward` as one operator, opaque to the compiler."""
     with torch.autocast(call.hidden.device.type, enabled=False):
-        return divergence_backward(*upstream, call, teacher, loss)
+        return as_inputs(call, divergence_backward(*upstream, call, teacher, loss))
 
 
 @each_backward_op.fake
@@ -304,7 +182,7 @@ def setup(ctx: Any, output: Tensors, call: HeadCall, teacher: TeacherCall, loss:
     if loss.each:
         keep_call(ctx, output[RESULTS], output[1:], call, teacher, loss)
     else:
-        keep_gradients(ctx, output, call, loss)
+        save_gradients(ctx, output, call, loss)
 
 
 def backward(ctx: Any, gradient: Tensor | None, *others: Tensor | None) -> Named | None:
@@ -319,7 +197,7 @@ def backward(ctx: Any, gradient: Tensor | None, *others: Tensor | None) -> Named
     return {name: g if need else None for name, g, need in pairs}
 
 
-of_reduced = kept_gradients(FUNCTION, "F.kl_div")
+of_reduced = saved_gradients(FUNCTION, "F.kl_div")
 divergence_op.gradient(setup, backward)
 
 
@@ -342,7 +220,7 @@ def head_divergence(given: DivergenceArguments) -> DivergenceOutput[Tensor]:
     if given.vocab == "intersect" and given.gather == "auto":  # the one route of whole heads
         fields |= {"gather": "head", "tokens_per_rank": None}
     if isinstance(given.teacher, TeacherTopK):
-        from xentlib.torch.top_k import top_k_divergence
+        from xentlib.torch.losses.top_k import top_k_divergence
 
         return top_k_divergence(given, Arguments(labels=given.labels, **fields))
 

@@ -26,10 +26,10 @@ from xentlib.teacher import TeacherLogits, TeacherTopK
 from xentlib.top_k import TopK
 from xentlib.torch.array_spec import array_spec, as_tensor, only_tensors, with_leading
 from xentlib.torch.binding import tokens
-from xentlib.torch.classes import FewClasses, class_results
 from xentlib.torch.core.classes import CLASSES
 from xentlib.torch.core.device import host_readable, onto
-from xentlib.torch.given_divergence import given_divergence
+from xentlib.torch.losses.classes import FewClasses, class_results
+from xentlib.torch.losses.given_divergence import given_divergence
 from xentlib.torch.micro_batch import label_loss
 from xentlib.torch.operators import not_differentiable, without_gradient
 

@@ -26,14 +26,13 @@ from xentlib.torch.core.classes import (
 )
 from xentlib.torch.core.consistency import Terms
 from xentlib.torch.core.eager import Eager
-from xentlib.torch.core.gemm import power_of_two
-from xentlib.torch.core.gradients import fake_gradients, rounded
+from xentlib.torch.core.gradients import Gradients, fake_gradients
 from xentlib.torch.core.kernels import DzOutput, Kernels, kernels_for
 from xentlib.torch.core.logits import GivenLogits
 from xentlib.torch.core.loop import HeadLoop
 from xentlib.torch.core.stats import class_stats, columns_of, columns_of_blocks
 from xentlib.torch.core.vocab import ShardedVocab
-from xentlib.torch.nll import refused_divisor
+from xentlib.torch.losses.loss import Recompute, as_inputs, recompute, refused_divisor
 from xentlib.torch.operators import (
     DIFFERENTIATED,
     HeadCall,
@@ -99,8 +98,8 @@ def given_forward(call: LogitsCall, options: Options) -> tuple[Tensor, ...]:
     return values_of(given.tokens, packed, call, options)
 
 
-def head_backward(upstream: Cotangents, call: HeadCall, options: Options) -> tuple[Tensor, ...]:
-    """Steps 6 to 8 from logits that are made again: gradients in their inputs' dtypes."""
+def head_backward(upstream: Cotangents, call: HeadCall, options: Options) -> Gradients:
+    """Steps 6 to 8 from logits that are computed again: gradients in the compute dtype."""
     needs, entropy = options.wanted, upstream.d_entropy is not None
     call, kept = kept_of(call, upstream.residuals)
     terms = Terms("the backward of chunked_logprobs", needs, d_entropy=entropy)
@@ -108,25 +107,8 @@ def head_backward(upstream: Cotangents, call: HeadCall, options: Options) -> tup
     entropy = loop.chunks_of.d_entropy  # of the tokens of any rank
     g, lse = upstream_rows(loop.own, upstream, kept, call, options)
     g, lse = loop.chunks_of.exchange(g, lse)
-    exponent = power_of_two(call.gemm_dtype, g.abs().sum(0))
-    if exponent is not None:
-        g = torch.ldexp(g, exponent)
-    sums = loop.sums(needs)
-    for logits, of_block in sums.passes(exponent):
-        for chunk in logits.chunks():
-            kernels = logits.kernels()
-            for rows in logits.blocks(chunk):
-                dz = coefficients(logits.scaled(g[:, rows.places], rows), entropy=entropy)
-                of_block.take(rows, kernels, lse[0, rows.places], dz)
-            del kernels
-            of_block.add(chunk)
-    accumulators = sums.finish(exponent)
-    for x in accumulators[1:] if call.rows.head_scale != 1.0 else ():
-        x.mul_(call.rows.head_scale)
-    return tuple(
-        rounded(x, (call.hidden if like is None else like).dtype)
-        for x, like in zip(accumulators, call.leaves, strict=True)
-    )
+    again = Recompute(lse[0], lambda g_KB, _: coefficients(g_KB, entropy=entropy))
+    return recompute(call, loop, again, g, needs)
 
 
 def given_backward(upstream: Cotangents, call: LogitsCall, options: Options) -> Tensor:
@@ -186,7 +168,7 @@ def fake_outputs(call: HeadCall | LogitsCall, options: Options) -> tuple[Tensor,
 def head_backward_op(upstream: Cotangents, call: HeadCall, options: Options) -> tuple[Tensor, ...]:
     """`head_backward` as one operator, opaque to the compiler."""
     with torch.autocast(call.hidden.device.type, enabled=False):
-        return head_backward(upstream, call, options)
+        return as_inputs(call, head_backward(upstream, call, options))
 
 
 @head_backward_op.fake
