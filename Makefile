@@ -57,7 +57,7 @@ help:
 	@echo 'tpu         programs of JAX compiled for TPUs without one, and what is in them; downloads 213 MB once'
 	@echo 'hlo         programs of JAX compiled for an H200 without one, and what is in them; downloads 130 MB once'
 	@echo 'test-wheel  the suite against the built wheel, away from the sources'
-	@echo 'test-oldest the suite on the oldest versions that pyproject.toml admits; downloads 3 GB once'
+	@echo 'test-oldest cases of "make test" on the oldest versions that pyproject.toml admits; downloads 3 GB once'
 	@echo 'test-newest the same on the newest, PYTHON_NEWEST=python3.13; downloads 3 GB once'
 	@echo 'fuzz        random calls against the oracle for a minute; FUZZ_ARGS="--seed 1 --cases 10000"'
 	@echo 'fuzz-pairs  the same of class probabilities, kept sets, divergences'
@@ -171,7 +171,8 @@ $(HLO_ENV)/hlo.stamp: constraints.txt $(VENV)/test.stamp
 	  -e '.[test]' numpy==1.26.0 ml_dtypes==0.5.0
 	@touch $@
 
-# What no framework's version changes is left to `make test` and `make test-rest`.
+# What no framework's version changes is left to `make test` and `make test-rest`. The cases are those of
+# `make test`; PYTEST_ARGS="--cases all" has all, and takes more than an hour.
 RANGE_TESTS := $(filter-out tests/docs/% $(patsubst %,\%/test_%.py,bench bench_command cli cli_resume parity_distillation \
   parity_text parity_training plan plan_command plan_routes plan_time processes progress report report_page), \
   $(wildcard tests/*/test_*.py))
@@ -223,10 +224,10 @@ fuzz: $(VENV)/test.stamp
 
 test-oldest: .venv-oldest/range.stamp .venv-oldest/numpy.stamp
 	.venv-oldest/numpy/bin/pytest $(NUMPY_TESTS)
-	$(call RANGE_ENV,oldest) .venv-oldest/bin/pytest $(RANGE_TESTS) $(PYTEST_ARGS)
+	$(call RANGE_ENV,oldest) .venv-oldest/bin/pytest $(RANGE_TESTS) --cases few $(PYTEST_ARGS)
 
 test-newest: .venv-newest/range.stamp
-	$(call RANGE_ENV,newest) .venv-newest/bin/pytest $(RANGE_TESTS) $(PYTEST_ARGS)
+	$(call RANGE_ENV,newest) .venv-newest/bin/pytest $(RANGE_TESTS) --cases few $(PYTEST_ARGS)
 
 # Triton's programs for sm_80, sm_90 and sm_100, without a GPU: what docs/data/kernels.json says of their code.
 ptx: $(VENV)/test.stamp

@@ -71,7 +71,9 @@ def engine_of(setup: Split, **more: Any) -> Any:
         for name, kind in kinds.items()
     ]
     specs[-1]["gather_output"] = kinds["lm_head"] == "column"
-    parallel = {"autotp_size": 2, "vocab_parallel_lm_head": setup.head == "local"}
+    parallel: dict[str, Any] = {"autotp_size": 2}
+    if setup.head == "local":
+        parallel["vocab_parallel_lm_head"] = True
     parallel["partition_config"] = {"use_default_specs": False, "layer_specs": specs}
     config = {
         "train_micro_batch_size_per_gpu": 1,
@@ -85,6 +87,13 @@ def engine_of(setup: Split, **more: Any) -> Any:
     model = more.pop("model", None) or Net(bias=setup.bias, tied=setup.tied)
     parameters = list(model.parameters())
     return deepspeed.initialize(model=model, config=config, model_parameters=parameters)[0]
+
+
+def leaves_logits_local() -> bool:
+    """Whether this DeepSpeed can leave each rank the logits of its own rows."""
+    from deepspeed.runtime.tensor_parallel.config import TPTrainingConfig
+
+    return "vocab_parallel_lm_head" in TPTrainingConfig.model_fields
 
 
 def tensor_group() -> Any:

@@ -89,7 +89,7 @@ for dtype in ("*fp32", "*bf16"):
         names = dict(re.findall(r"(#blocked\\d*) = #ttg.blocked<(.*?)>", text))
         of_tile = r"\\(tensor<\\d+x\\d+x\\d+xf32, (#\\w+)>\\) -> tensor<\\d+x\\d+xf32"
         of_program = {{names[x] for x in re.findall(of_tile, text)}}
-        layouts |= {{re.sub(r"warpsPerCTA = .1, \\d, 1., ", "", x) for x in of_program}}
+        layouts |= {{re.sub(r"warpsPerCTA = .\\d, \\d, 1., ", "", x) for x in of_program}}
     print(dtype, *layouts)
 """
 

@@ -98,7 +98,8 @@ class Probes(Call):
             by_slope = by_factor * self.slope
             # Of rows that are no longer than the mean; a longer one has so much more.
             mean = float(kit.host(w_norm.mean())) or 1.0
-            self.longer = xp.clip(w_norm / mean, min=1.0)
+            # Not clip, which has no `min` in NumPy 2.0.
+            self.longer = xp.where(w_norm < mean, 1.0, w_norm / mean)
             errors = (factor * self.slope * (alpha + beta * mean)[:, None]) ** 2 * squares
         shifted = kit.single(self.lse - SHIFT)
         small = float(np.exp(-SHIFT))
