@@ -31,7 +31,7 @@ FUNCTIONS = (
     ("chunked_logprobs", "logprobs", "Arguments", "head_logprobs"),
     ("vocab_parallel_logprobs", "logprobs", "LogitsArguments", "given_logprobs"),
     ("chunked_divergence", "divergence", "DivergenceArguments", "head_divergence"),
-    ("vocab_parallel_divergence", "divergence", "GivenDivergenceArguments", "given_divergence"),
+    ("vocab_parallel_divergence", "divergence", "GivenDivergenceArguments", "logits_divergence"),
 )
 # Where each backend has its losses.
 LOSSES = {"torch_impl": "losses.", "jax_impl": ""}
@@ -39,9 +39,9 @@ INDEX = {"torch_impl": "index", "jax_impl": "nll"}
 # What a loss does not need is loaded when it is called.
 LATER = {
     ("torch_impl", "head_divergence"): "xentlib.torch.losses.divergence",
-    ("torch_impl", "given_divergence"): "xentlib.torch.losses.given_divergence",
+    ("torch_impl", "logits_divergence"): "xentlib.torch.losses.divergence",
     ("jax_impl", "head_divergence"): "xentlib.jax.divergence",
-    ("jax_impl", "given_divergence"): "xentlib.jax.divergence",
+    ("jax_impl", "logits_divergence"): "xentlib.jax.divergence",
 }
 # What stands for an array, and for a head, which may be a module; and where they come from.
 ARRAYS = {

@@ -670,9 +670,9 @@ def vocab_parallel_divergence(
 
     Sources: as `chunked_divergence`.
     """
-    from xentlib.jax.divergence import given_divergence
+    from xentlib.jax.divergence import logits_divergence
 
-    return given_divergence(
+    return logits_divergence(
         GivenDivergenceArguments(
             logits=logits,
             teacher=teacher,

@@ -362,7 +362,7 @@ def placed_divergence(options: Options, arrays: Arrays, each: bool) -> Divergenc
     return result
 
 
-def given_divergence(given: GivenDivergenceArguments) -> DivergenceOutput[jax.Array]:
+def logits_divergence(given: GivenDivergenceArguments) -> DivergenceOutput[jax.Array]:
     """`vocab_parallel_divergence` of its arguments."""
     given = GivenDivergenceArguments(*map(plain, given))
     only_arrays(logits=given.logits)

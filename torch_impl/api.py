@@ -671,9 +671,9 @@ def vocab_parallel_divergence(
 
     Sources: as `chunked_divergence`.
     """
-    from xentlib.torch.losses.given_divergence import given_divergence
+    from xentlib.torch.losses.divergence import logits_divergence
 
-    return given_divergence(
+    return logits_divergence(
         GivenDivergenceArguments(
             logits=logits,
             teacher=teacher,

@@ -24,7 +24,6 @@ from xentlib.torch.core.device import host_readable
 from xentlib.torch.head.modules import replaced, split_lora
 from xentlib.torch.operators import (
     HeadCall,
-    LogitsCall,
     RowLayout,
     not_differentiable,
     not_forward_mode,
@@ -93,7 +92,7 @@ def bind(
 
 def bind_logits(
     function: str, given: LogitsArguments
-) -> tuple[LogitsArguments, LogitsProblem, LogitsCall]:
+) -> tuple[LogitsArguments, LogitsProblem, HeadCall]:
     """The same of a function of given logits."""
     only_tensors(**given._asdict())
     given = LogitsArguments(*map(plain, given))
@@ -106,16 +105,22 @@ def bind_logits(
     check_derivatives(function, given)
     compute = getattr(torch, problem.compute_dtype)
     columns = logits.reshape(problem.num_tokens, problem.columns)
-    call = LogitsCall(
-        logits=columns,
+    call = HeadCall(
+        hidden=columns,
+        weight=None,
         labels=labels.reshape(-1),
+        bias=None,
         where=tokens(given.where),
+        logit_scale=None,
         temperature=tokens(as_tensor(given.temperature, 1.0, logits, compute)),
         ignore_index=given.ignore_index,
+        scalars=scalars_of(given),
+        gemm_dtype=compute,  # of no product
         compute_dtype=compute,
         chunk_bytes=given.max_chunk_bytes or 0,
+        transposed=False,
+        reduce_hidden=False,
         rows=local_columns(columns, parallel, shard),
-        scalars=scalars_of(given),
     )
     return given, problem, call
 

@@ -25,7 +25,7 @@ class ShardRanks(Ranks):
 
     def __init__(self, call: HeadCall) -> None:
         self.group, self.reduced = group_named(call.rows.group), call.reduce_hidden
-        size = call.weight.shape[call.transposed]
+        size = call.columns
         self.start, self.size, self.vocab_size = declared(call, size)
         if self.start < 0:
             self.vocab_size = self.vocab_size or size * dist.get_world_size(self.group)
@@ -64,7 +64,7 @@ class RouteRanks(Ranks):
                 f"with `gather='head'`."
             )
         self.group = group_named(layout.every or layout.group)
-        rows = call.weight.shape[call.transposed]
+        rows = call.columns
         _, size, self.vocab_size = declared(call, rows)
         if layout.nodes is not None:  # it is of the rows that a node has gathered
             size = rows

@@ -47,10 +47,11 @@ class RowLayout(NamedTuple):
 
 
 class HeadCall(NamedTuple):
-    """What every operator of a head takes; per token flat, but for `hidden` [N, H]."""
+    """What every operator takes: a head and its tokens or, as a head without a weight, precomputed
+    logits. Per token flat, but for `hidden`."""
 
-    hidden: Tensor
-    weight: Tensor
+    hidden: Tensor  # [N, H]; without a weight the logits [N, C]
+    weight: Tensor | None
     labels: Tensor
     bias: Tensor | None
     where: Tensor | None
@@ -64,34 +65,31 @@ class HeadCall(NamedTuple):
     transposed: bool
     reduce_hidden: bool  # d hidden is summed over the shards
     rows: RowLayout
-    low_in: Tensor | None  # A, B, mask and factor of a `LowRankHead`
-    low_out: Tensor | None
-    low_keep: Tensor | None
-    low_scale: float
+    low_in: Tensor | None = None  # A, B, mask and factor of a `LowRankHead`
+    low_out: Tensor | None = None
+    low_keep: Tensor | None = None
+    low_scale: float = 1.0
     ids: Tensor | None = None  # [N, K] classes whose logits are taken out, as the target's is
     top_k: int = 0  # and of as many of the largest, which the call finds
     denominator_is_0: bool = False  # as the host knows where hidden states are on a device
 
     @property
+    def columns(self) -> int:
+        """Classes of this rank, padding included."""
+        if self.weight is None:
+            return self.hidden.shape[1]
+        return self.weight.shape[self.transposed]
+
+    @property
+    def rows_VH(self) -> Tensor:
+        """The head's rows."""
+        assert self.weight is not None
+        return self.weight.T if self.transposed else self.weight
+
+    @property
     def leaves(self) -> list[Tensor | None]:
         """What gradients are of, as `DIFFERENTIATED` names them."""
         return [getattr(self, name) for name in DIFFERENTIATED]
-
-
-class LogitsCall(NamedTuple):
-    """What the operators of given logits take; per token flat, but for `logits` [N, C]."""
-
-    logits: Tensor
-    labels: Tensor
-    where: Tensor | None
-    temperature: Tensor | None
-    ignore_index: int
-    compute_dtype: torch.dtype
-    chunk_bytes: int
-    rows: RowLayout  # of the logits' columns
-    scalars: Scalars
-    ids: Tensor | None = None  # as of a head
-    top_k: int = 0
 
 
 TYPES = {

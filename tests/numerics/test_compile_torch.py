@@ -10,7 +10,6 @@ import shutil
 
 import pytest
 
-from xentlib.arguments import Arguments
 from xentlib.tools.harness.problems import Case
 
 torch = pytest.importorskip("torch")
@@ -22,9 +21,6 @@ import xentlib.torch as X  # noqa: E402
 from helpers.leaves_torch import loss_and_gradients, same, tensors  # noqa: E402
 from helpers.tokenless import ALL, arrays  # noqa: E402
 from xentlib.torch import chunked_nll  # noqa: E402
-from xentlib.torch.binding import bind  # noqa: E402
-from xentlib.torch.losses import index as torch_nll  # noqa: E402
-from xentlib.torch.operators import flattened  # noqa: E402
 
 COMPILERS = ["aot_eager", *(["inductor"] if shutil.which("c++") or shutil.which("g++") else [])]
 
@@ -142,26 +138,3 @@ def test_compiled_raises_for_a_label_out_of_range():
     compiled = torch.compile(chunked_nll, fullgraph=True, backend="aot_eager")
     with pytest.raises(ValueError, match=r"must lie in \[0, 157\).*got 157"):
         compiled(**leaves)
-
-
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")
-@pytest.mark.parametrize("needs", [(True, True, True), (False, True, False), (False,) * 3], ids=str)
-def test_opcheck(needs):
-    """D6: schema, fake kernel and autograd registration of the custom operator."""
-    leaves, _ = tensors(Case("opcheck", 9, 5, 13))
-    for name, need in zip(("hidden", "weight", "bias"), needs):
-        leaves[name] = leaves[name].detach().requires_grad_(need)
-    _, _, call = bind("chunked_nll", Arguments(**leaves, label_smoothing=0.1, max_chunk_bytes=512))
-    loss = torch_nll.Loss(
-        token_weights=None,
-        class_weights=torch.rand(13),
-        denominator=None,
-        mean=True,
-        entropy=True,
-        predicted=True,
-        output_dtype=torch.float32,
-        needs=[*needs, False, False],
-    )
-    names = ("test_schema", "test_autograd_registration", "test_faketensor")
-    result = torch.library.opcheck(torch_nll.nll_op.op, flattened((call, loss)), test_utils=names)
-    assert set(result.values()) == {"SUCCESS"}

@@ -26,7 +26,6 @@ from helpers.given_logits import (
     oracle,
     same_bits,
 )
-from xentlib.arguments import LogitsArguments
 from xentlib.contract import SHARES, check, failures
 from xentlib.tools.harness.backends import run
 from xentlib.tools.harness.cases import logit_sets
@@ -205,30 +204,6 @@ def test_torch_compiles_into_one_graph() -> None:
     got = torch.autograd.grad(torch.compile(step, fullgraph=True, backend="aot_eager")(x), x)[0]
     assert torch.equal(want, got)
     assert torch.equal(want.T, torch.tensor(in_torch(call)["d_logits"]))
-
-
-@pytest.mark.torch
-def test_torch_operators_pass_opcheck() -> None:
-    """D6: schema, registration of the gradient, fake kernels."""
-    torch = pytest.importorskip("torch")
-    from xentlib.torch.binding import bind_logits
-    from xentlib.torch.losses import logprobs
-    from xentlib.torch.operators import flattened
-
-    names = ("test_schema", "test_autograd_registration", "test_faketensor")
-    x, y, g = torch.randn(9, 5, requires_grad=True), torch.arange(9) % 5, torch.randn(9)
-    arguments = LogitsArguments(
-        x, y, where=y > 0, temperature=g.abs() + 1, label_smoothing=0.1, max_chunk_bytes=64
-    )
-    _, _, call = bind_logits("vocab_parallel_logprobs", arguments)
-    forward = flattened(
-        (call, logprobs.Values(True, torch.float32, [True, False, False, False, False]))
-    )
-    torch.library.opcheck(logprobs.given_op.op, forward, test_utils=names)
-    *_, kept = logprobs.given_op.op(*forward)
-    pulled = logprobs.Cotangents(g, g, None, kept.detach())
-    backward = flattened((pulled, call._replace(logits=x.detach())))
-    torch.library.opcheck(logprobs.given_backward_op.op, backward, test_utils=names)
 
 
 @pytest.mark.slow

@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 
 from helpers.measured import CAPPED, SMALL, by_id, few_programs, hold
-from xentlib.arguments import Arguments
 from xentlib.contract import ROW_OF, check, failures
 from xentlib.reference import logprobs_reference
 from xentlib.tools.harness.backends import run, run_logprobs
@@ -298,27 +297,6 @@ def test_torch_compiles_into_one_graph() -> None:
     compiled = torch.compile(step, fullgraph=True, backend="aot_eager")
     got = torch.autograd.grad(compiled(*leaves), leaves)
     assert all(torch.equal(a, b) for a, b in zip(want, got))
-
-
-@pytest.mark.torch
-def test_torch_operators_pass_opcheck() -> None:
-    torch = pytest.importorskip("torch")
-    from xentlib.torch.binding import bind
-    from xentlib.torch.losses import logprobs
-    from xentlib.torch.operators import flattened
-
-    x, w = torch.randn(9, 4, requires_grad=True), torch.randn(5, 4, requires_grad=True)
-    y = torch.arange(9) % 5
-    names = ("test_schema", "test_autograd_registration", "test_faketensor")
-    _, _, call = bind("chunked_logprobs", Arguments(x, w, y, max_chunk_bytes=64))
-    needs = [True, True, False, False, False]
-    forward = flattened((call, logprobs.Values(True, torch.float32, needs)))
-    torch.library.opcheck(logprobs.logprobs_op.op, forward, test_utils=names)
-    *_, kept = logprobs.logprobs_op.op(*forward)
-    pulled = logprobs.Cotangents(g := torch.randn(9), g, None, kept.detach())
-    call = call._replace(hidden=x.detach(), weight=w.detach())
-    backward = flattened((pulled, call, logprobs.Needs(needs)))
-    torch.library.opcheck(logprobs.logprobs_backward_op.op, backward, test_utils=names)
 
 
 GEMMS = {

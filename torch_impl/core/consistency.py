@@ -315,7 +315,7 @@ def shake_hands(call: HeadCall, terms: Terms, route: str) -> Agreed:
     of_rank = {
         "bad": is_bad + 2 * (terms.refused is not None) + 4 * ids_bad,
         "tokens": call.hidden.shape[0] if rows_M is None else rows_M.shape[0],
-        "rows": call.weight.shape[call.transposed],
+        "rows": call.columns,
         "budget": chunk_bytes(call.chunk_bytes, call.hidden.device),
         "temperature": call.temperature is not None,
         "d_entropy": terms.d_entropy,

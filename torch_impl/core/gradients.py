@@ -62,11 +62,14 @@ def fake_gradients(
 ) -> Gradients:
     """Shapes and dtypes for a compiler, empty where not needed: of accumulators in a compute dtype,
     or of gradients in those of their inputs."""
+    if call.weight is None:  # that of logits has their dtype and strides
+        d_logits = torch.empty_like(call.hidden) if needs[0] else call.hidden.new_empty(0)
+        return Gradients(d_logits, *(call.hidden.new_empty(0) for _ in range(4)))
     likes = [call.hidden if x is None else x for x in call.leaves]
     hidden, weight, _, low_in, low_out = (x.shape for x in likes)
     shapes = (hidden, weight, (weight[call.transposed],), low_in, low_out)
-    none = ((0, hidden[1]), (0, 0), (0,), (0, 0), (0, 0))
-    parts = zip(likes, needs, shapes, none, strict=True)
+    empty = ((0, hidden[1]), (0, 0), (0,), (0, 0), (0, 0))
+    parts = zip(likes, needs, shapes, empty, strict=True)
     gradients = Gradients(
         *(x.new_empty(a if need else b, dtype=dtype or x.dtype) for x, need, a, b in parts)
     )

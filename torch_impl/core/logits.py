@@ -1,7 +1,7 @@
-"""Logits of a head, chunk by chunk, or those that a call was given: steps 1 and 2 of `xentlib.nll`.
+"""Logits of a head, chunk by chunk: steps 1 and 2 of `xentlib.nll`.
 
-Shapes: N tokens, V vocabulary, H hidden width, C columns of given logits, T tokens of a chunk
-(filled up to whole rows of a GEMM's tile), B rows of a block.
+Shapes: N tokens, V vocabulary, H hidden width, T tokens of a chunk (filled up to whole rows of a
+GEMM's tile), B rows of a block.
 """
 
 from __future__ import annotations
@@ -12,14 +12,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from xentlib.plan import ChunkPlan, block_bytes, block_tokens, pad_columns, pad_rows
-from xentlib.torch.core.device import chunk_bytes, device_info
+from xentlib.plan import ChunkPlan, block_bytes, pad_columns, pad_rows
+from xentlib.torch.core.device import device_info
 from xentlib.torch.core.gemm import gemm_precision, mm, operand
 from xentlib.torch.core.kernels import Kernels, LogitsBlock, LogitTransform, kernels_for
 from xentlib.torch.core.lora import LoraActivations, LowRank
-from xentlib.torch.core.tokens import LocalVocab, OwnTokens, Selected, select_tokens
-from xentlib.torch.core.vocab import ShardedVocab
-from xentlib.torch.operators import HeadCall, LogitsCall
+from xentlib.torch.core.tokens import LocalVocab, OwnTokens, Selected
+from xentlib.torch.operators import HeadCall
 
 
 class Chunk(NamedTuple):
@@ -57,9 +56,8 @@ class ChunkedLogits:
         self.like: dict[str, Any] = {"dtype": compute_dtype, "device": hidden.device}
         self.made = made or kernels_for(hidden.device, compute_dtype, call.scalars)
         # Rows beyond those of the vocabulary are padding.
-        all_VH = call.weight.T if call.transposed else call.weight
-        weight_VH = all_VH[: vocab.local_size]
-        self.local_rows = all_VH.shape[0]
+        weight_VH = call.rows_VH[: vocab.local_size]
+        self.local_rows = call.columns
         self.local_size, self.hidden_size = weight_VH.shape
         self.own_weights = None if class_weights is None else vocab.own_part(class_weights)
         # Of a shard there may be a spare column, at -inf, for targets that other ranks hold.
@@ -101,6 +99,11 @@ class ChunkedLogits:
     def ids(self) -> Tensor | None:
         return self.chunks_of.ids
 
+    def keep_filled(self) -> None:
+        """After statistics of all tokens: a single chunk keeps its logits for the next pass, unless
+        that needs a softcap's derivative."""
+        self.filled = self.plan.num_chunks == 1 and self.shape.scalars.softcap is None
+
     def chunks(self) -> Iterator[Chunk]:
         hidden = self.chunks_of.chunks(self.plan)
         for start, stop in self.plan.bounds():
@@ -140,84 +143,6 @@ class ChunkedLogits:
         if self.shape.scale is not None:
             factor_B = factor_B * self.shape.scale
         return factor_B if rows.temperature_B is None else factor_B / rows.temperature_B
-
-
-class GivenLogits:
-    """Blocks of rows of the logits."""
-
-    gathered = False  # tokens are the same on every rank
-
-    def __init__(self, call: LogitsCall, made: type[Kernels] | None = None) -> None:
-        logits, compute_dtype = call.logits, call.compute_dtype
-        self.logits, self.temperature, self.compute_dtype = logits, call.temperature, compute_dtype
-        self.labels, self.ignore_index = call.labels, call.ignore_index
-        self.scalars = call.scalars
-        self.like: dict[str, Any] = {"dtype": compute_dtype, "device": logits.device}
-        self.vocab, self.local_rows = LocalVocab(logits.shape[1]), logits.shape[1]
-        if call.rows.group:
-            columns = logits.shape[1]
-            self.vocab = ShardedVocab(call.rows, columns, self.like, more_rows=1)  # smoothing
-        self.local_size = self.vocab.local_size
-        self.tokens = select_tokens(
-            call.labels, call.where, call.ignore_index, self.vocab, logits.device, call.ids
-        )
-        self.ids = call.ids
-        self.class_weights: Tensor | None = None  # which a head alone takes
-        self.own_weights: Tensor | None = None
-        self.made = made or kernels_for(logits.device, compute_dtype, call.scalars)
-        self.width = self.local_size + (self.vocab.sharded and self.made.spare_column)
-        self.shape = LogitTransform(self.local_size, scalars=call.scalars, top_k=call.top_k)
-        self.block_rows = block_tokens(
-            min(chunk_bytes(call.chunk_bytes, logits.device), block_bytes(logits.device.type)),
-            self.width,
-            compute_dtype.itemsize,
-        )
-
-    def check_consistent(
-        self, function: str = "vocab_parallel_logprobs", *, entropy: bool = False
-    ) -> None:
-        """Before a forward over shards: what every rank must have the same."""
-        if isinstance(self.vocab, ShardedVocab) and not self.vocab.verified:
-            # Of a rank of padding, that: it tells it from the whole vocabulary on each rank.
-            rows, consistency = self.logits[:3, : self.local_size or None], self.vocab.consistency
-            consistency.begin(function, rows, self.labels, self.tokens.valid)
-            consistency.per_token("temperature", self.temperature, self.logits.shape[0])
-            consistency.scalars(self.scalars, function)
-            consistency.ids(self.ids, self.tokens.valid, self.shape.top_k)
-            consistency.exact("entropy", float(entropy))
-            columns = self.logits[:, : self.local_size]
-            consistency.local_softmax(columns, self.tokens.valid, logits=True)
-
-    def chunks(self) -> tuple[None]:
-        """All tokens are one."""
-        return (None,)
-
-    def kernels(self) -> Kernels:
-        """For all of the blocks."""
-        device, size = self.logits.device, min(self.block_rows, self.tokens.computed)
-        return self.made(size, self.width, self.compute_dtype, device, self.shape)
-
-    def blocks(self, chunk: None = None) -> Iterator[LogitsBlock]:
-        """All in one buffer, and rows that do not count are 0; the logits themselves, where kernels
-        only read them, or a copy, where further classes are taken out."""
-        tokens, whole = self.tokens, self.made.whole_chunks
-        copied = not whole or tokens.more is not None
-        rows = min(self.block_rows, tokens.computed) if copied else tokens.computed
-        copied_BV = torch.empty(0 if whole else rows, self.width, **self.like)
-        for start in range(0, tokens.computed, max(1, rows)):
-            span = slice(start, min(start + rows, tokens.computed))
-            places = tokens.places(span.start, span.stop)
-            if whole:
-                z_BV = self.logits[places, : self.local_size]
-                if copied or z_BV.stride(1) != 1:
-                    z_BV = z_BV.clone(memory_format=torch.contiguous_format)
-            else:
-                z_BV = copied_BV[: span.stop - start]
-                z_BV[:, : self.local_size] = self.logits[places, : self.local_size]
-                if not tokens.packed:
-                    z_BV.masked_fill_(~tokens.valid[places, None], 0.0)
-                z_BV[:, self.local_size :] = -torch.inf
-            yield block_at(tokens, self.temperature, span, places, z_BV, self.compute_dtype)
 
 
 def block_at(

@@ -56,7 +56,7 @@ class LocalRows:
     streamed = False
 
     def __init__(self, call: HeadCall) -> None:
-        self.call, self.size = call, call.weight.shape[call.transposed]
+        self.call, self.size = call, call.columns
         self.logits: ChunkedLogits | None = None
 
     def block(self, loop: HeadLoop) -> ChunkedLogits:
@@ -90,7 +90,7 @@ class HeadLoop:
         self.compute_dtype, self.ignore_index = call.compute_dtype, call.ignore_index
         self.like: dict[str, Any] = {"dtype": call.compute_dtype, "device": call.hidden.device}
         # Before ranks go ways of their own
-        agreed = shake_hands(call, terms, route) if route else None
+        agreed = shake_hands(call, terms, route) if call.rows.route else None
         weights = terms.class_weights
         self.class_weights = None if weights is None else weights.to(call.compute_dtype)
         parts: Parts = ROUTES[route](self, agreed)
@@ -135,8 +135,17 @@ class HeadLoop:
             return None
         consistency, valid = vocab.consistency, self.tokens.valid
         # By which ranks find out that each has the whole head; of a rank of padding, that.
-        rows_VH = call.weight.T if call.transposed else call.weight
-        rows_VH = rows_VH[: vocab.local_size or None]
+        if call.weight is None:
+            columns = call.hidden[:, : vocab.local_size]
+            some = call.hidden[:3, : vocab.local_size or None]
+            consistency.begin(self.terms.function, some, self.labels, valid)
+            consistency.per_token("temperature", call.temperature, valid.shape[0])
+            consistency.scalars(call.scalars, self.terms.function)
+            consistency.ids(self.ids, valid, call.top_k)
+            consistency.exact("entropy", self.terms.outputs)
+            consistency.local_softmax(columns, valid, logits=True)
+            return vocab
+        rows_VH = call.rows_VH[: vocab.local_size or None]
         some = rows_VH[:: max(1, (rows_VH.shape[0] - 1) // 2)][:3]
         consistency.begin(self.terms.function, some, self.labels, valid)
         if not self.gathered:
@@ -240,6 +249,18 @@ def not_gathered(loop: HeadLoop, agreed: Agreed | None) -> Parts:
     return rows, vocab, OwnTokens(call, vocab, d_entropy=loop.terms.d_entropy)
 
 
+def precomputed_logits(loop: HeadLoop, agreed: Agreed | None) -> Parts:
+    """Of a head without a weight."""
+    from xentlib.torch.core.precomputed import LogitsRows
+
+    call, columns = loop.call, loop.call.columns
+    vocab = LocalVocab(columns)
+    if call.rows.group:
+        vocab = ShardedVocab(call.rows, columns, loop.like, more_rows=1)  # label smoothing
+    rows: Any = LogitsRows(call)
+    return rows, vocab, OwnTokens(call, vocab, d_entropy=loop.terms.d_entropy)
+
+
 def gathered_hidden(loop: HeadLoop, agreed: Agreed) -> Parts:
     """Each rank's tokens meet the rows of all ranks: hidden states travel. Ranks of tensor
     parallelism have the same tokens, or, of sequences that are spread over them, each its own."""
@@ -289,6 +310,7 @@ def ranks_within(group: dist.ProcessGroup, every: dist.ProcessGroup) -> list[int
 # What travels in a call: a new route is a new row.
 ROUTES: dict[str, Any] = {
     "": not_gathered,
+    "logits": precomputed_logits,
     "hidden": gathered_hidden,
     "nodes": gathered_in_nodes,
     "stream": streamed_rows,
@@ -297,6 +319,8 @@ ROUTES: dict[str, Any] = {
 
 def route_of(call: HeadCall) -> str:
     """What travels; "tokens" are hidden states too."""
+    if call.weight is None:
+        return "logits"
     if call.rows.nodes is not None:
         return "nodes"
     return "hidden" if call.rows.route == "tokens" else call.rows.route

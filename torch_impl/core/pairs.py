@@ -20,8 +20,9 @@ from xentlib.pairs import NEAR, TERMS, DzTerms, Near0, Pairs, PairSums
 from xentlib.torch.core.algebra import ALGEBRA
 from xentlib.torch.core.device import chunk_bytes
 from xentlib.torch.core.eager import Eager
-from xentlib.torch.core.kernels import DzOutput, LogitsBlock, LogitTransform
-from xentlib.torch.core.logits import Chunk, ChunkedLogits, GivenLogits, block_at
+from xentlib.torch.core.kernels import LogitsBlock, LogitTransform
+from xentlib.torch.core.logits import Chunk, ChunkedLogits, block_at
+from xentlib.torch.core.precomputed import PrecomputedLogits
 from xentlib.torch.operators import HeadCall
 
 Pair = tuple[LogitsBlock, LogitsBlock]  # of the student and of the teacher, the same tokens
@@ -83,7 +84,7 @@ class GivenTeacher:
     gathered = False
 
     def __init__(
-        self, logits: Tensor, temperature: Tensor | None, student: ChunkedLogits | GivenLogits
+        self, logits: Tensor, temperature: Tensor | None, student: ChunkedLogits | PrecomputedLogits
     ) -> None:
         self.logits, self.temperature, self.student = logits, temperature, student
         self.vocab, self.tokens, self.classes = student.vocab, student.tokens, logits.shape[1]
@@ -160,14 +161,17 @@ class PairedLogits:
             self.teacher_chunk = teacher_chunk
             yield chunk
 
-    def units(self, chunk: Any) -> Iterator[Unit]:
-        """Those of a chunk where shards exchange statistics; otherwise of one block, which is in a
-        CPU's cache from its product on."""
+    def blocks(self, chunk: Any) -> Iterator[Unit]:
+        """Of one block each, which is in a CPU's cache from its product on."""
         pairs = self.teacher.pairs(self.student.blocks(chunk), self.teacher_chunk)
+        yield from (Unit([pair]) for pair in pairs)
+
+    def units(self, chunk: Any) -> Iterator[Unit]:
+        """Those of a chunk at once where shards exchange statistics."""
         if self.student.vocab.sharded:
-            yield Unit(list(pairs))
+            yield Unit([pair for unit in self.blocks(chunk) for pair in unit.pairs])
         else:
-            yield from (Unit([pair]) for pair in pairs)
+            yield from self.blocks(chunk)
 
     def kernels(self) -> Made:
         """With their scratch; given up before a GEMM."""
@@ -251,7 +255,7 @@ class PairedLogits:
             self.put_terms(part, known[: 2 + self.kind.twice])
         return p_labels
 
-    def given_sums(self, unit: Unit, kernels: Made, known: Sequence[Tensor], *, first: bool) -> Any:
+    def block_sums(self, unit: Unit, kernels: Made, known: Sequence[Tensor], *, first: bool) -> Any:
         """Steps 2 to 4 of a block, from lse of both, and delta: sums [k, blocks, B], of those that
         delta needs if `first`."""
         (part,) = unit.parts()
@@ -259,13 +263,6 @@ class PairedLogits:
         if first:
             return self.sums(self.kind.first_sums(*self.ratio(part, known)), kernels[0])
         return self.sums(self.put_terms(part, known), kernels[0])
-
-    def put_given(self, part: Any, dz: DzTerms, kernels: Made, d_logits: Tensor) -> None:
-        """Steps 6 and 7 of a block, into the gradient of the logits."""
-        rows = part[0]
-        self.put_dz(part, dz)
-        kernels[0].chained(rows, torch.zeros_like(dz.gain), DzOutput())
-        d_logits[rows.places, self.columns] = rows.z_BV[:, self.columns].to(d_logits.dtype)
 
     def prepare(self, part: Any, kernels: Made) -> None:
         """Step 2 of both."""
@@ -360,7 +357,8 @@ def restore(rows: LogitsBlock, z_y: Tensor) -> None:
 
 def in_halves(call: HeadCall) -> HeadCall:
     """With half of the budget of a chunk for each of the two."""
-    columns = 0 if call.rows.group else call.weight.shape[call.transposed]
-    row_bytes = columns * call.compute_dtype.itemsize
+    if call.weight is None:
+        return call
+    row_bytes = 0 if call.rows.group else call.columns * call.compute_dtype.itemsize
     budget = chunk_bytes(call.chunk_bytes, call.hidden.device, row_bytes)
     return call._replace(chunk_bytes=max(1, budget // 2))

@@ -90,7 +90,7 @@ class NodeRows(LocalRows):
         device = call.hidden.device
         self.order = class_order_of(layout.nodes, layout.shard, dist.get_rank(group), device)
         # In the dtype of the products: what travels loses nothing.
-        weight = self._gathered(call.weight.to(call.gemm_dtype))
+        weight = self._gathered(call.rows_VH.to(call.gemm_dtype))
         bias = None if call.bias is None else self._gathered(call.bias)
         self.call = call._replace(weight=weight, bias=bias)
 
@@ -160,7 +160,7 @@ class StreamedRows:
         """`rows_each`: of every rank, but for the last ones. `budget`: bytes of a chunk's logits,
         the same on every rank."""
         assert call.rows.shard is not None
-        self.group, self.size = group_named(call.rows.group), call.weight.shape[0]
+        self.group, self.size = group_named(call.rows.group), call.columns
         self.rank, self.ranks = dist.get_rank(self.group), dist.get_world_size(self.group)
         start, stop, self.all_classes = (int(x) for x in call.rows.shard[:3])
         ROUTES.require("stream_top", not (call.rows.shards and call.top_k), top_k=call.top_k)
@@ -180,7 +180,7 @@ class StreamedRows:
         self.place_V[self.class_V] = classes_V
         # Of the places of a block that classes take, rows beyond a rank's last left out.
         self.taken_V = key_V[self.class_V]
-        self.local = call.weight.to(call.gemm_dtype)
+        self.local = call.rows_VH.to(call.gemm_dtype)
         self.bias_V: Tensor | None = None  # in the order of the classes
         if call.bias is not None:
             bias = all_gather(filled(call.bias, self.rows_each), self.group)

@@ -16,7 +16,7 @@ from xentlib.algebra import (
     WantedStats,
 )
 from xentlib.torch.core.algebra import ALGEBRA
-from xentlib.torch.core.logits import Chunk, ChunkedLogits, GivenLogits
+from xentlib.torch.core.logits import Chunk, ChunkedLogits
 from xentlib.torch.core.tokens import check_ids, check_labels, target_info
 
 
@@ -51,8 +51,7 @@ class ColumnStats(NamedTuple):
 
 
 def all_stats(loop: Any, wanted: WantedStats) -> TokenStats:
-    """Of all N tokens of a `HeadLoop`. A single chunk keeps its logits for the next pass, unless
-    that needs a softcap's derivative."""
+    """Of all N tokens of a `HeadLoop`."""
     return combined(loop, columns_of_blocks(loop.blocks(), wanted), slice(None))
 
 
@@ -60,7 +59,7 @@ def columns_of_blocks(blocks: Iterable[ChunkedLogits], wanted: WantedStats) -> C
     of_all: ColumnStats | None = None
     for logits in blocks:
         of_block = columns_of(logits, wanted)
-        logits.filled = logits.plan.num_chunks == 1 and logits.shape.scalars.softcap is None
+        logits.keep_filled()
         of_all = of_block if of_all is None else of_all.joined(of_block)
     assert of_all is not None
     return of_all
@@ -72,14 +71,9 @@ def chunk_stats(logits: ChunkedLogits, chunk: Chunk, wanted: WantedStats) -> Tok
     return combined(logits, columns_of(logits, wanted, chunk), places)
 
 
-def given_stats(given: GivenLogits, wanted: WantedStats) -> TokenStats:
-    """Of all N tokens, from precomputed logits."""
-    return combined(given, columns_of(given, wanted), slice(None))
-
-
 def columns_of(logits: Any, wanted: WantedStats, chunk: Chunk | None = None) -> ColumnStats:
-    """Steps 3 and 4 of the columns of a `ChunkedLogits` or `GivenLogits`, for all N tokens or those
-    of a chunk."""
+    """Steps 3 and 4 of the columns of a `ChunkedLogits` or `PrecomputedLogits`, for all N tokens or
+    those of a chunk."""
     places, count = slice(None), logits.tokens.valid.shape[0]
     if chunk is not None:
         places, count = logits.tokens.places(chunk.start, chunk.start + chunk.size), chunk.size
@@ -165,7 +159,7 @@ def over_shards(part: Any, columns: ColumnStats) -> tuple[Tensor, NonTargetStats
 
 
 def class_stats(part: Any, columns: ColumnStats) -> Tensor:
-    """[1 + K + 2 M + 4, tokens] of a loop or of given logits: logits of the target and of further
+    """[1 + K + 2 M + 4, tokens] of a loop: logits of the target and of further
     classes, the M largest that were found, and of the others the largest and their sums; with one
     SUM more than `combined`."""
     z_y, rest = over_shards(part, columns)

@@ -27,16 +27,14 @@ from xentlib.torch.core.classes import (
 from xentlib.torch.core.consistency import Terms
 from xentlib.torch.core.eager import Eager
 from xentlib.torch.core.gradients import Gradients, fake_gradients
-from xentlib.torch.core.kernels import DzOutput, Kernels, kernels_for
-from xentlib.torch.core.logits import GivenLogits
+from xentlib.torch.core.kernels import Kernels, kernels_for
 from xentlib.torch.core.loop import HeadLoop
-from xentlib.torch.core.stats import class_stats, columns_of, columns_of_blocks
-from xentlib.torch.core.vocab import ShardedVocab
+from xentlib.torch.core.stats import class_stats, columns_of_blocks
+from xentlib.torch.losses.logprobs import function_of
 from xentlib.torch.losses.loss import Recompute, as_inputs, recompute, refused_divisor
 from xentlib.torch.operators import (
     DIFFERENTIATED,
     HeadCall,
-    LogitsCall,
     Named,
     RowLayout,
     differentiated_once,
@@ -48,28 +46,28 @@ from xentlib.torch.operators import (
 from xentlib.torch.placement.head import with_head
 
 
-def kernels_of(call: Any) -> type[Kernels]:
+def kernels_of(call: HeadCall) -> type[Kernels]:
     """Triton's programs, where the device has them and can leave classes out: not where a softcap
     or scale makes a number of -inf, nor of the largest of a row, which are looked for first."""
-    scaled = getattr(call, "logit_scale", None) is not None
-    if scaled or call.scalars.softcap is not None or call.top_k or not call.ids.shape[1]:
+    assert call.ids is not None
+    scaled = call.logit_scale is not None or call.scalars.softcap is not None
+    if scaled or call.top_k or not call.ids.shape[1]:
         return Eager
-    logits = getattr(call, "logits", None)
-    device = (call.hidden if logits is None else logits).device
-    return kernels_for(device, call.compute_dtype, call.scalars)
+    return kernels_for(call.hidden.device, call.compute_dtype, call.scalars)
 
 
-def head_forward(call: HeadCall, options: Options) -> tuple[Tensor, ...]:
+def classes_forward(call: HeadCall, options: Options) -> tuple[Tensor, ...]:
     """Steps 1 to 5, with further classes out of the rest."""
     needs, entropy = options.wanted, options.entropy
     refused = refused_divisor(call, options)
-    terms = Terms("chunked_logprobs", needs, float(entropy), None, refused, kind=options.kind)
+    terms = Terms(function_of(call), needs, float(entropy), None, refused, kind=options.kind)
     loop = HeadLoop(call, terms, made=kernels_of(call))
     loop.chunks_of.exchange()
     vocab = loop.check_consistent()
     if vocab is not None:
-        vocab.consistency.exact("entropy", float(entropy))
         vocab.consistency.exact("kept", options.kept)
+    if vocab is not None and call.weight is not None:
+        vocab.consistency.exact("entropy", float(entropy))
         vocab.consistency.exact("gradient", needs[0] + 2.0 * needs[3])
         if not loop.gathered:
             vocab.consistency.close("denominator", options.denominator)
@@ -87,18 +85,7 @@ def head_forward(call: HeadCall, options: Options) -> tuple[Tensor, ...]:
     return values_of(loop.own, loop.chunks_of.local(packed), call, options)
 
 
-def given_forward(call: LogitsCall, options: Options) -> tuple[Tensor, ...]:
-    """The same of precomputed logits."""
-    given = GivenLogits(call, kernels_of(call))
-    given.check_consistent(entropy=options.entropy)
-    if isinstance(given.vocab, ShardedVocab):
-        given.vocab.consistency.exact("kept", options.kept)
-    packed = class_stats(given, columns_of(given, WantedStats(options.entropy)))
-    check_top_k(call.top_k, given.vocab.size)
-    return values_of(given.tokens, packed, call, options)
-
-
-def head_backward(upstream: Cotangents, call: HeadCall, options: Options) -> Gradients:
+def classes_backward(upstream: Cotangents, call: HeadCall, options: Options) -> Gradients:
     """Steps 6 to 8 from logits that are computed again: gradients in the compute dtype."""
     needs, entropy = options.wanted, upstream.d_entropy is not None
     call, kept = kept_of(call, upstream.residuals)
@@ -111,45 +98,21 @@ def head_backward(upstream: Cotangents, call: HeadCall, options: Options) -> Gra
     return recompute(call, loop, again, g, needs)
 
 
-def given_backward(upstream: Cotangents, call: LogitsCall, options: Options) -> Tensor:
-    """Step 6 of given logits, in their dtype."""
-    call, kept = kept_of(call, upstream.residuals)
-    given, logits = GivenLogits(call, kernels_of(call)), call.logits
-    size, entropy = given.local_size, upstream.d_entropy is not None
-    g, lse = upstream_rows(given.tokens, upstream, kept, call, options)
-    d_logits, kernels = torch.zeros_like(logits), given.kernels()
-    for rows in given.blocks():
-        of_rows = g[:, rows.places]
-        if rows.temperature_B is not None:
-            of_rows = of_rows / rows.temperature_B
-        dz = coefficients(of_rows, entropy=entropy)
-        kernels.dz(rows, lse[0, rows.places], dz, DzOutput(with_target=True))
-        d_logits[rows.places, :size] = rows.z_BV[:, :size].to(logits.dtype)
-    return d_logits
-
-
 RESULTS = f"({', '.join(['Tensor'] * 9)})"
 
 
 @operator("class_logprobs_forward", HeadCall, Options, returns=RESULTS)
-def head_op(call: HeadCall, options: Options) -> tuple[Tensor, ...]:
-    """`head_forward` as one operator, opaque to the compiler: outputs and residuals."""
+def class_op(call: HeadCall, options: Options) -> tuple[Tensor, ...]:
+    """`classes_forward` as one operator, opaque to the compiler: outputs and residuals."""
     with torch.autocast(call.hidden.device.type, enabled=False):
-        return head_forward(call, options)
+        return classes_forward(call, options)
 
 
-@operator("given_class_logprobs_forward", LogitsCall, Options, returns=RESULTS)
-def given_op(call: LogitsCall, options: Options) -> tuple[Tensor, ...]:
-    """`given_forward` as one operator, opaque to the compiler."""
-    return given_forward(call, options)
-
-
-@head_op.fake
-@given_op.fake
-def fake_outputs(call: HeadCall | LogitsCall, options: Options) -> tuple[Tensor, ...]:
+@class_op.fake
+def _(call: HeadCall, options: Options) -> tuple[Tensor, ...]:
     assert call.ids is not None
     count, further = call.ids.shape
-    like, number = call[0], further - max(0, options.kept)
+    like, number = call.hidden, further - max(0, options.kept)
     dtypes = [options.output_dtype] * 3 + [torch.bool]
     of_tokens = [like.new_empty(count, dtype=dtype) for dtype in dtypes]
     of_ids = like.new_empty(count, number, dtype=options.output_dtype)
@@ -165,26 +128,15 @@ def fake_outputs(call: HeadCall | LogitsCall, options: Options) -> tuple[Tensor,
     *(Cotangents, HeadCall, Options),
     returns=f"({', '.join(['Tensor'] * len(DIFFERENTIATED))})",
 )
-def head_backward_op(upstream: Cotangents, call: HeadCall, options: Options) -> tuple[Tensor, ...]:
-    """`head_backward` as one operator, opaque to the compiler."""
+def class_backward_op(upstream: Cotangents, call: HeadCall, options: Options) -> tuple[Tensor, ...]:
+    """`classes_backward` as one operator, opaque to the compiler."""
     with torch.autocast(call.hidden.device.type, enabled=False):
-        return as_inputs(call, head_backward(upstream, call, options))
+        return as_inputs(call, classes_backward(upstream, call, options))
 
 
-@head_backward_op.fake
+@class_backward_op.fake
 def _(upstream: Cotangents, call: HeadCall, options: Options) -> tuple[Tensor, ...]:
     return tuple(fake_gradients(call, options.wanted))
-
-
-@operator("given_class_logprobs_backward", Cotangents, LogitsCall, Options, returns="Tensor")
-def given_backward_op(upstream: Cotangents, call: LogitsCall, options: Options) -> Tensor:
-    """`given_backward` as one operator, opaque to the compiler."""
-    return given_backward(upstream, call, options)
-
-
-@given_backward_op.fake
-def _(upstream: Cotangents, call: LogitsCall, options: Options) -> Tensor:
-    return torch.empty_like(call.logits)
 
 
 def keep(ctx: Any, output: tuple[Tensor, ...], call: Any, options: Options) -> None:
@@ -193,40 +145,26 @@ def keep(ctx: Any, output: tuple[Tensor, ...], call: Any, options: Options) -> N
     keep_call(ctx, residuals, (correct, top_ids, residuals), call, options)
 
 
-def upstream_of(ctx: Any, function: str, gradients: Any) -> tuple[Cotangents, Any, Any] | None:
-    differentiated_once(function, "log_softmax")
+def backward(ctx: Any, *gradients: Tensor | None) -> Named | None:
+    residuals, (call, options) = kept_call(ctx)
+    differentiated_once(function_of(call), "log_softmax")
     d_logprobs, d_entropy, d_lse, _, d_ids, d_tail, _, d_top, _ = gradients
     if all(g is None for g in (d_logprobs, d_entropy, d_lse, d_ids, d_tail, d_top)):
         return None
-    residuals, (call, options) = kept_call(ctx)
     d_entropy = d_entropy if options.entropy else None
     upstream = Cotangents(d_logprobs, d_entropy, d_lse, d_ids, d_tail, d_top, residuals)
-    return upstream, call, options
-
-
-def backward_of_head(ctx: Any, *gradients: Tensor | None) -> Named | None:
-    kept = upstream_of(ctx, "chunked_logprobs", gradients)
-    if kept is None:
-        return None
-    upstream, call, options = kept
-    needs = head_op.needed(ctx, *DIFFERENTIATED)
-    made = head_backward_op(upstream, call, options._replace(wanted=needs))
+    needs = class_op.needed(ctx, *DIFFERENTIATED)
+    made = class_backward_op(upstream, call, options._replace(wanted=needs))
     return {name: g if need else None for name, g, need in zip(DIFFERENTIATED, made, needs)}
 
 
-def backward_of_given(ctx: Any, *gradients: Tensor | None) -> Named | None:
-    kept = upstream_of(ctx, "vocab_parallel_logprobs", gradients)
-    return None if kept is None else {"logits": given_backward_op(*kept)}
-
-
-head_op.gradient(keep, backward_of_head)
-given_op.gradient(keep, backward_of_given)
+class_op.gradient(keep, backward)
 
 
 def with_ids(given: Arguments | LogitsArguments, call: Any) -> tuple[Any, int]:
     """The call with the classes that it asks for, flat, and how many of them are of a kept set."""
     (count,), kept = call.labels.shape, -1
-    classes = [torch.empty(count, 0, dtype=torch.int64, device=call[0].device)]
+    classes = [torch.empty(count, 0, dtype=torch.int64, device=call.hidden.device)]
     if given.kept is not None:
         kept = given.kept.shape[-1]
         classes.append(torch.sort(given.kept.reshape(count, kept).long(), dim=1).values)
@@ -296,7 +234,7 @@ def class_results(given: Arguments, few: FewClasses | None = None) -> ClassResul
             teacher,
         )
         call = call._replace(scalars=scalars)
-        made: list[Any] = [*head_op(call, options), problem, call, given]
+        made: list[Any] = [*class_op(call, options), problem, call, given]
         return ClassResults(*made)
 
     return placed(given)
@@ -316,4 +254,5 @@ def given_classes(given: LogitsArguments) -> LogprobOutput[Tensor]:
     check_classes(*map(array_spec, (given.kept, given.ids, given.logits)), source="logits")
     call, kept = with_ids(given, call)
     dtype = getattr(torch, problem.output_dtype)
-    return shaped(given_op(call, Options(kept, given.entropy, dtype, [])), problem, given)
+    options = Options(kept, given.entropy, dtype, wanted(*call.leaves))
+    return shaped(class_op(call, options), problem, given)

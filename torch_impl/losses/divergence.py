@@ -1,6 +1,7 @@
-"""Divergences of a head in PyTorch: the steps of `xentlib.divergence`, under their numbers.
+"""Divergences of a head or of precomputed logits in PyTorch: the steps of `xentlib.divergence`,
+under their numbers.
 
-Shapes: N tokens, V vocabulary, H hidden width, T tokens of a chunk.
+Shapes: N tokens.
 """
 
 from __future__ import annotations
@@ -11,15 +12,26 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from xentlib.arguments import Arguments, DivergenceArguments
+from xentlib.arguments import (
+    Arguments,
+    DivergenceArguments,
+    GivenDivergenceArguments,
+    LogitsArguments,
+)
 from xentlib.checks.call import CALLS
-from xentlib.checks.divergence import DIVERGING, check_divergence, of_teacher
+from xentlib.checks.divergence import (
+    DIVERGING,
+    check_divergence,
+    check_kind,
+    check_only_logits,
+    of_teacher,
+)
 from xentlib.checks.validators import plain
 from xentlib.divergence import DivergenceOutput
 from xentlib.options import DIVERGENCE_OUTPUTS
 from xentlib.teacher import TeacherTopK
 from xentlib.torch.array_spec import as_tensor, only_tensors, with_leading
-from xentlib.torch.binding import bind, tokens
+from xentlib.torch.binding import bind, bind_logits, tokens
 from xentlib.torch.core.gemm import power_of_two
 from xentlib.torch.core.gradients import Gradients, fake_gradients
 from xentlib.torch.core.loop import HeadLoop, run
@@ -37,14 +49,17 @@ from xentlib.torch.losses.loss import (
 )
 from xentlib.torch.losses.paired import (
     FUNCTION,
+    LOGITS_FUNCTION,
     VALUES,
     Divergence,
-    DivergenceAgain,
+    DivergenceRecompute,
     Loss,
     Residuals,
+    logits_values,
 )
 from xentlib.torch.losses.teacher import (
     TeacherCall,
+    given_teacher,
     kernels_of,
     labels_for,
     of_both,
@@ -71,6 +86,8 @@ def divergence_forward(
 ) -> tuple[DivergenceOutput[Tensor], Tensor, Gradients, Tensor]:
     """Loss and per-token values, what a backward may need, gradient accumulators, and the mask of
     valid tokens [N]."""
+    if call.weight is None:
+        return logits_forward(call, teacher, loss)
     needs = loss.reduced_needs
     refused = refused_divisor(call, loss)
     of_loss = loss.terms(loss.function, teacher.form, refused)
@@ -110,6 +127,20 @@ def divergence_forward(
     return output, residuals_7N.clone(), gradients, loop.own.valid
 
 
+def logits_forward(
+    call: HeadCall, teacher: TeacherCall, loss: Loss
+) -> tuple[DivergenceOutput[Tensor], Tensor, Gradients, Tensor]:
+    """Of precomputed logits: a loss of each token, and no other output."""
+    loop, value, residuals = logits_values(call, teacher, loss)
+    valid_N, value = loop.own.valid, loop.own.clean(value)
+    loss_N = value.to(loss.output_dtype, copy=True)
+    none = fake_gradients(call, loss.reduced_needs)
+    outputs = [torch.zeros_like(loss_N) for _ in range(4)]
+    count, nll = valid_N.sum(), loss_N.new_zeros(())
+    output = DivergenceOutput(loss_N, count, count.to(loss.output_dtype), nll, *outputs)
+    return output, loop.own.clean(torch.stack(residuals)), none, valid_N
+
+
 def divergence_backward(
     gradient: Tensor, residuals_7N: Tensor, call: HeadCall, teacher: TeacherCall, loss: Loss
 ) -> Gradients:
@@ -118,7 +149,7 @@ def divergence_backward(
     loop = HeadLoop(in_halves(call), terms, made=kernels_of(call, loss))
     g_N = loop.own.clean(gradient.to(loop.compute_dtype))
     g_N, *exchanged = loop.chunks_of.exchange(g_N, *residuals_7N)
-    objective = DivergenceAgain(loop, teacher, loss, torch.stack(exchanged))
+    objective = DivergenceRecompute(loop, teacher, loss, torch.stack(exchanged))
     return recompute(call, loop, objective, g_N, loss.needs)
 
 
@@ -188,10 +219,10 @@ def setup(ctx: Any, output: Tensors, call: HeadCall, teacher: TeacherCall, loss:
 def backward(ctx: Any, gradient: Tensor | None, *others: Tensor | None) -> Named | None:
     if not ctx.each:
         return of_reduced(ctx, gradient)
-    differentiated_once(FUNCTION, "F.kl_div")
+    residuals, (call, teacher, loss) = kept_call(ctx)
+    differentiated_once(FUNCTION if call.weight is not None else LOGITS_FUNCTION, "F.kl_div")
     if gradient is None:
         return None
-    residuals, (call, teacher, loss) = kept_call(ctx)
     gradients = each_backward_op(Upstream(gradient, residuals), call, teacher, loss)
     pairs = zip(DIFFERENTIATED, gradients, loss.needs, strict=True)
     return {name: g if need else None for name, g, need in pairs}
@@ -276,3 +307,36 @@ def placed_divergence(
     if not loss.each:
         label_loss(total, num_tokens, weight_sum, divisor)
     return DivergenceOutput(total, num_tokens, weight_sum, nll, **per_token, denominator=divisor)
+
+
+def logits_divergence(given: GivenDivergenceArguments) -> DivergenceOutput[Tensor]:
+    """`vocab_parallel_divergence` of its arguments."""
+    given = GivenDivergenceArguments(*map(plain, given))
+    only_tensors(logits=given.logits)
+    check_kind(given)
+    check_only_logits(given)
+    names = [x for x in LogitsArguments._fields if x in GivenDivergenceArguments._fields]
+    fields = {name: getattr(given, name) for name in names}
+    labels = labels_for(given.logits, None, given.where)
+    of_logits = LogitsArguments(labels=labels, **fields)
+    bound, problem, call = bind_logits(LOGITS_FUNCTION, of_logits)
+    call = call._replace(scalars=call.scalars._replace(beta=given.beta))
+    with of_teacher():
+        columns = None if call.rows.group else problem.columns
+        teacher = given_teacher(given.teacher, bound, call, problem, columns)
+    loss = Loss(
+        kind=given.kind,
+        squared=False,
+        token_weights=None,
+        denominator=None,
+        mean=False,
+        entropy=False,
+        teacher_entropy=False,
+        more_classes=teacher.classes - problem.columns,
+        each=True,
+        output_dtype=getattr(torch, problem.output_dtype),
+        soft_class_weights=None,
+        needs=wanted(*call.leaves),
+    )
+    total, *of_call = divergence_op(call, teacher, loss)[:4]
+    return DivergenceOutput(with_leading(total, problem.leading), *of_call)

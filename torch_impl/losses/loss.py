@@ -232,8 +232,10 @@ def recompute(
 
 
 def as_inputs(call: HeadCall, gradients: Gradients) -> tuple[Tensor, ...]:
-    """Rounded to the dtypes of their inputs. On a CPU rows that were not computed are +0 already,
-    elsewhere their dz was."""
+    """Rounded to the dtypes of their inputs, as that of precomputed logits is. On a CPU rows that
+    were not computed are +0 already, elsewhere their dz was."""
+    if call.weight is None:
+        return gradients
     return tuple(
         rounded(x, (call.hidden if like is None else like).dtype)
         for x, like in zip(gradients, call.leaves, strict=True)

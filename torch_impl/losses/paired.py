@@ -6,22 +6,28 @@ Shapes: N tokens, B rows of a block.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from xentlib.algebra import WantedStats
-from xentlib.pairs import DzTerms
+from xentlib.arguments import Scalars
+from xentlib.checks.divergence import check_vocabulary
+from xentlib.pairs import DzTerms, PairSums
 from xentlib.soft_labels import SOFT_LABELS
 from xentlib.torch.core.consistency import Terms
+from xentlib.torch.core.kernels import LogitsBlock
 from xentlib.torch.core.logits import Chunk, ChunkedLogits
 from xentlib.torch.core.loop import HeadLoop, Objective, Out
-from xentlib.torch.core.pairs import Unit
-from xentlib.torch.losses.teacher import KINDS, TeacherCall, is_tempered, paired
+from xentlib.torch.core.pairs import PairedLogits, Unit
+from xentlib.torch.core.stats import all_stats
+from xentlib.torch.losses.teacher import KINDS, TeacherCall, is_tempered, kernels_of, paired
+from xentlib.torch.operators import HeadCall
 
 FUNCTION = "chunked_divergence"
+LOGITS_FUNCTION = "vocab_parallel_divergence"
 
 
 class Loss(NamedTuple):
@@ -78,7 +84,7 @@ class Residuals(NamedTuple):
     labels_lse: Tensor  # of the logits that a loss of the labels is of
     gain: Tensor  # of dz, with the token's weight
     shift: Tensor
-    own: Tensor  # of the labels' loss, what is added in the target's column
+    of_nll: Tensor  # of the labels' loss, what is added in the target's column
 
 
 VALUES = ("loss", "nll", "divergence", "logprobs", "entropy", "teacher_entropy")
@@ -87,12 +93,13 @@ VALUES = ("loss", "nll", "divergence", "logprobs", "entropy", "teacher_entropy")
 class PairedObjective(Objective):
     """Of a student's logits, and of a teacher's or class probabilities beside them."""
 
-    def __init__(self, loop: HeadLoop, teacher: TeacherCall, loss: Loss) -> None:
-        self.loop, self.teacher, self.loss = loop, teacher, loss
-        self.nll_weight, self.tempered_nll = loop.call.scalars.nll_weight, is_tempered(loop.call)
+    pair: PairedLogits
+
+    def __init__(self, pair_of: Callable[[ChunkedLogits], PairedLogits]) -> None:
+        self.pair_of = pair_of
 
     def start(self, logits: ChunkedLogits) -> None:
-        self.logits, self.pair = logits, paired(self.loop, logits, self.teacher, self.loss)
+        self.logits, self.pair = logits, self.pair_of(logits)
 
     def chunks(self) -> Iterator[Chunk]:
         return self.pair.chunks()
@@ -103,17 +110,12 @@ class PairedObjective(Objective):
     def units(self, chunk: Chunk) -> Iterator[Unit]:
         return self.pair.units(chunk)
 
-    def write(
-        self, part: Any, factor_B: Tensor, dz: DzTerms, of_nll: Any, p: Any, kernels: Any, out: Out
-    ) -> None:
-        """Steps 6 and 7 of a block: `dz` and `of_nll`, of the labels' loss in the target's column,
-        times the factor; `p` of the logits that the labels' loss is of, where they are others."""
-        rows, own = part[0], None
-        dz = DzTerms(factor_B * dz.gain, factor_B * dz.shift)
-        if self.nll_weight:  # of logits before their temperature
-            tempered = rows.temperature_B
-            own = of_nll * (factor_B if tempered is None else factor_B * tempered)
-        self.pair.write(part, dz, own, p, kernels, out.sums)
+
+class PairedRecompute(PairedObjective):
+    """In a backward, which exchanges no statistics."""
+
+    def units(self, chunk: Chunk) -> Iterator[Unit]:
+        return self.pair.blocks(chunk)
 
 
 class Divergence(PairedObjective):
@@ -121,25 +123,21 @@ class Divergence(PairedObjective):
     of each token what its backward needs too."""
 
     def __init__(
-        self,
-        loop: HeadLoop,
-        teacher: TeacherCall,
-        loss: Loss,
-        squared_N: Tensor,
-        weights_N: Tensor,
+        self, loop: HeadLoop, teacher: TeacherCall, loss: Loss, squared_N: Tensor, weights_N: Tensor
     ) -> None:
         """`weights_N` of the loss, without a power of two."""
-        super().__init__(loop, teacher, loss)
+        super().__init__(lambda x: paired(loop, x, teacher, loss))
+        self.call, self.loss = loop.call, loss
         self.squared_N, self.weights_N = squared_N, weights_N
         self.num_values = len(VALUES) + len(Residuals._fields) * loss.each
 
     def step(self, unit: Unit, kernels: Any, out: Out) -> None:
-        weight, places = self.nll_weight, unit.places
-        made = self.pair.values(unit, kernels, tempered_nll=self.tempered_nll)
+        weight, tempered, places = self.call.scalars.nll_weight, is_tempered(self.call), unit.places
+        made = self.pair.values(unit, kernels, tempered_nll=tempered)
         value = made.loss * self.squared_N[places]
         more = -weight * made.labels if weight else made.beside
         dz = DzTerms(*(x * self.squared_N[places] for x in made.dz))
-        if weight and not self.tempered_nll:
+        if weight and not tempered:
             dz = self.pair.kind.with_nll(dz, made.total, weight)
         values = [value + more, more, *made.per_token]
         if self.loss.each:
@@ -149,26 +147,79 @@ class Divergence(PairedObjective):
         for k, part in enumerate(unit.parts()) if out.needs_dz else ():
             rows, _, at = part
             factor_B = self.logits.scaled(out.factor[rows.places], rows)
-            p = made.p_labels[k] if self.tempered_nll else None
-            of_rows = DzTerms(*(x[at] for x in dz))
-            self.write(part, factor_B, of_rows, -weight, p, kernels, out)
+            of_nll = -weight * untempered(factor_B, rows) if weight else None
+            of_rows = DzTerms(factor_B * dz.gain[at], factor_B * dz.shift[at])
+            p = made.p_labels[k] if tempered else None
+            self.pair.write(part, of_rows, of_nll, p, kernels, out.sums)
 
 
-class DivergenceAgain(PairedObjective):
+class DivergenceRecompute(PairedRecompute):
     """Its backward, of a loss of each token."""
 
     def __init__(
         self, loop: HeadLoop, teacher: TeacherCall, loss: Loss, residuals_7N: Tensor
     ) -> None:
-        super().__init__(loop, teacher, loss)
-        self.residuals_7N = residuals_7N
+        super().__init__(lambda x: paired(loop, x, teacher, loss))
+        self.call, self.residuals_7N = loop.call, residuals_7N
 
     def step(self, unit: Unit, kernels: Any, out: Out) -> None:
-        known_4N = self.residuals_7N[:4]
-        p_labels = self.pair.again(unit, kernels, known_4N, tempered_nll=self.tempered_nll)
-        for k, part in enumerate(unit.parts()):
-            rows, p = part[0], p_labels[k] if self.tempered_nll else None
-            of_rows = Residuals(*self.residuals_7N[:, rows.places])
-            factor_B = self.logits.scaled(out.factor[rows.places], rows)
-            dz = DzTerms(of_rows.gain, of_rows.shift)
-            self.write(part, factor_B, dz, of_rows.own, p, kernels, out)
+        tempered, (part,) = is_tempered(self.call), unit.parts()
+        p_labels = self.pair.again(unit, kernels, self.residuals_7N[:4], tempered_nll=tempered)
+        rows = part[0]
+        known = Residuals(*self.residuals_7N[:, rows.places])
+        factor_B, of_nll = self.logits.scaled(out.factor[rows.places], rows), None
+        if self.call.scalars.nll_weight:
+            of_nll = untempered(factor_B, rows) * known.of_nll
+        dz = DzTerms(factor_B * known.gain, factor_B * known.shift)
+        self.pair.write(part, dz, of_nll, p_labels[0] if tempered else None, kernels, out.sums)
+
+
+def untempered(factor_B: Tensor, rows: LogitsBlock) -> Tensor:
+    """A factor of dz of logits before their temperature."""
+    return factor_B if rows.temperature_B is None else factor_B * rows.temperature_B
+
+
+def logits_values(
+    call: HeadCall, teacher: TeacherCall, loss: Loss
+) -> tuple[HeadLoop, Tensor, Residuals]:
+    """Of precomputed logits: the divergences [N], and what their backward needs. What shards
+    exchange is of all tokens at once, and blocks are read again in between."""
+    other = call._replace(
+        hidden=teacher.teacher_hidden, temperature=teacher.teacher_temperature, scalars=Scalars()
+    )
+    loops, known, made = [], [], kernels_of(call, loss)
+    for part in (call, other):
+        loop = HeadLoop(part, Terms(LOGITS_FUNCTION), made=made)
+        vocab = loop.check_consistent()
+        if vocab is not None:
+            vocab.consistency.exact("kind", float(KINDS.index(loss.kind)))
+            vocab.consistency.exact("the classes of the teacher", float(loss.more_classes))
+        known.append(all_stats(loop, WantedStats()).lse)
+        check_vocabulary(call.columns, teacher.classes, sharded=loop.vocab.sharded)
+        loops.append(loop)
+    loop = loops[0]
+    (logits,) = loop.blocks()
+    pair = paired(loop, logits, teacher, loss)
+    delta, none = torch.zeros_like(known[0]), torch.zeros_like(known[0])
+    if pair.kind.twice:
+        delta = pair.kind.delta(*sums_of_blocks(pair, known, first=True)[:2])
+        known.append(delta)
+    value, dz = pair.kind.of_sums(pair.kind.named(sums_of_blocks(pair, known)))
+    lse, teacher_lse = known[:2]
+    return loop, value, Residuals(lse, teacher_lse, delta, lse, dz.gain, dz.shift, none)
+
+
+def sums_of_blocks(pair: PairedLogits, known: list[Tensor], *, first: bool = False) -> Tensor:
+    """[k, N] over all classes, of those that delta needs if `first`; from lse of both, and delta,
+    [N]."""
+    tokens, kernels = pair.student.tokens, pair.kernels()
+    sums = known[0].new_zeros(len(PairSums._fields), known[0].shape[0])
+    parts = [
+        pair.block_sums(unit, kernels, [x[unit.places] for x in known], first=first)
+        for chunk in pair.chunks()
+        for unit in pair.blocks(chunk)
+    ]
+    if parts:
+        summed = pair.summed(parts)
+        sums[: len(summed), tokens.places(0, tokens.computed)] = summed
+    return sums

@@ -1,7 +1,7 @@
 """`chunked_nll` and `vocab_parallel_logprobs` of class probabilities, in PyTorch: the steps of
-`xentlib.soft_labels` in the operators of divergences.
+`xentlib.soft_labels` in the operators of divergences and of log-probabilities.
 
-Shapes: N tokens, V vocabulary, K classes of each.
+Shapes: N tokens, V vocabulary, K classes of each, B rows of a block.
 """
 
 from __future__ import annotations
@@ -11,21 +11,35 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from xentlib.arguments import Arguments
-from xentlib.checks.soft_labels import SOFT, check_none, check_read, check_soft, check_soft_options
+from xentlib.algebra import FLOOR, WantedStats, is_zero
+from xentlib.arguments import Arguments, LogitsArguments
+from xentlib.checks.soft_labels import (
+    SOFT,
+    check_columns,
+    check_none,
+    check_read,
+    check_soft,
+    check_soft_options,
+)
 from xentlib.checks.validators import plain
+from xentlib.logprobs import LogprobOutput
 from xentlib.nll import OUTPUTS, NLLOutput
-from xentlib.soft_labels import SOFT_LABELS, SoftLabels
+from xentlib.soft_labels import SOFT_LABELS, Largest, SoftLabels
 from xentlib.torch.array_spec import array_spec, as_tensor, only_tensors, with_leading
-from xentlib.torch.binding import bind, tokens
+from xentlib.torch.binding import bind, bind_logits, tokens
+from xentlib.torch.core.consistency import Terms
 from xentlib.torch.core.device import host_readable
+from xentlib.torch.core.eager import Eager
+from xentlib.torch.core.loop import HeadLoop, Out
+from xentlib.torch.core.pairs import Unit, restore
+from xentlib.torch.core.stats import columns_of, over_shards
 from xentlib.torch.losses.divergence import RESULTS, divergence_op
-from xentlib.torch.losses.paired import Loss
-from xentlib.torch.losses.teacher import TeacherCall, labels_for
+from xentlib.torch.losses.logprobs import LOGITS_FUNCTION, Values, logprobs_op
+from xentlib.torch.losses.paired import Loss, PairedRecompute
+from xentlib.torch.losses.teacher import KINDS, TeacherCall, labels_for, soft_logits
 from xentlib.torch.micro_batch import label_loss
 from xentlib.torch.operators import (
     HeadCall,
-    LogitsCall,
     RowLayout,
     not_differentiable,
     wanted,
@@ -113,7 +127,7 @@ def labels_call(
     return call, TeacherCall(probs.reshape(call.labels.shape[0], probs.shape[-1]))
 
 
-def check_soft_values(mass: Tensor, call: HeadCall | LogitsCall) -> None:
+def check_soft_values(mass: Tensor, call: HeadCall) -> None:
     """Refuse a valid token without a class, and a negative probability of one, which all ranks of a
     vocabulary have seen, where they can be read; where tokens are a rank's own it would raise
     alone: the first do not count, and the loss of the second is NaN."""
@@ -124,3 +138,88 @@ def check_soft_values(mass: Tensor, call: HeadCall | LogitsCall) -> None:
         check_none(int((none if call.where is None else none & call.where).sum()))
     if mass.isnan().any():
         SOFT.refuse("negative")
+
+
+def soft_forward(call: HeadCall, labels: TeacherCall, values: Any) -> tuple[Tensor, ...]:
+    """Of precomputed logits: sum_v a_v (z_v - lse), entropy, lse and the sum of each token's
+    probabilities, [N] each; `Largest`, and the sum of a, [5, N]."""
+    loop = HeadLoop(call, Terms(LOGITS_FUNCTION, outputs=float(values.entropy)), made=Eager)
+    vocab, tokens = loop.check_consistent(), loop.own
+    logits: Any = next(iter(loop.blocks()))
+    if vocab is not None:
+        more = 0 if labels.few else labels.classes - call.columns
+        vocab.consistency.exact("kind", float(KINDS.index(SOFT_LABELS)))
+        vocab.consistency.exact("the classes of the teacher", float(more))
+        labels.check_consistent(loop, SOFT_LABELS)
+    pair: Any = soft_logits(loop, logits, labels, entropy=values.entropy)
+    logits.tokens = tokens._replace(more=None)  # classes that labels have are among the rest
+    columns = columns_of(logits, WantedStats(values.entropy))
+    stats: Largest = pair.kind.stats(*over_shards(logits, columns))
+    logits.tokens = tokens
+    if not labels.few:
+        check_columns(call.columns, labels.classes)
+    kernels, parts = pair.kernels(), []
+    for rows, of_labels in pair.teacher.pairs(logits.blocks(), None):
+        restore(rows, kernels[0].prepare(rows, derivative=False))
+        a_BV = pair.put_p(rows, of_labels, Largest(*(x[rows.places] for x in stats)))
+        parts.append(pair.sums_of(rows, of_labels, a_BV, kernels[0]))
+    total, nll = torch.zeros_like(stats.lse), torch.zeros_like(stats.lse)
+    if parts:
+        places = tokens.places(0, tokens.computed)
+        total[places], nll[places], _ = pair.totals(parts)
+    outputs = (tokens.clean(x).to(values.output_dtype) for x in (-nll, stats.entropy, stats.lse))
+    return *outputs, tokens.clean(total), torch.stack((*stats, total))
+
+
+class SoftRecompute(PairedRecompute):
+    """d out / dz_v = a_v - p_v sum(a), and those of entropy and lse."""
+
+    pair: Any
+
+    def __init__(self, loop: HeadLoop, labels: TeacherCall, upstream: Any) -> None:
+        self.upstream, self.entropy = upstream, upstream.d_entropy is not None
+        super().__init__(lambda x: soft_logits(loop, x, labels, entropy=self.entropy))
+
+    def step(self, unit: Unit, kernels: Any, out: Out) -> None:
+        ((rows, labels, _),) = unit.parts()
+        places, columns = rows.places, self.pair.columns
+        *stats, total = self.upstream.residuals[:, places]
+        of_rows, (g_logprob, g_entropy, g_lse) = Largest(*stats), out.factor[:, places, None]
+        restore(rows, kernels[0].prepare(rows, derivative=True))
+        a_BV = self.pair.put_p(rows, labels, of_rows)
+        dz_BV, above = rows.z_BV[:, columns], None
+        if self.entropy:
+            above = dz_BV.clamp(min=FLOOR).add_(of_rows.entropy[:, None])
+        labels.z_BV = p_BV = kernels[0].exp(dz_BV)
+        self.pair.put_slope(rows, labels, a_BV, total[:, None], of_rows)
+        dz_BV.mul_(g_logprob)
+        if self.upstream.d_lse is not None:
+            dz_BV.addcmul_(p_BV, g_lse)
+        if above is not None:
+            dz_BV.addcmul_(above.mul_(p_BV), g_entropy, value=-1.0)
+        if rows.temperature_B is not None:
+            dz_BV.div_(rows.temperature_B[:, None])
+        out.sums.put(rows, kernels[0])
+
+
+def logits_soft(given: LogitsArguments) -> LogprobOutput[Tensor]:
+    """`vocab_parallel_logprobs` of arguments whose labels are class probabilities."""
+    soft: Any = given.labels
+    SOFT.require("kept", given.kept is None and given.ids is None and is_zero(given.top_k))
+    only_tensors(logits=given.logits)
+    labels = labels_for(given.logits, None, given.where)
+    given, problem, call = bind_logits(LOGITS_FUNCTION, given._replace(labels=labels))
+    columns = None if call.rows.group else problem.columns
+    call, of_labels = labels_call(call, soft, given, "logits", columns)
+    values = Values(
+        given.entropy,
+        getattr(torch, problem.output_dtype),
+        wanted(*call.leaves),
+        of_labels.teacher_hidden,
+        of_labels.few,
+    )
+    *outputs, mass, _ = logprobs_op(call, values)
+    check_soft_values(mass, call)
+    logprobs, entropy, lse = (with_leading(x, problem.leading) for x in outputs)
+    none: Any = None
+    return LogprobOutput(logprobs, entropy if given.entropy else None, lse, none)

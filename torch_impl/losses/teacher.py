@@ -143,7 +143,7 @@ def first_rows(x: Any, count: int, transposed: bool = False) -> Any:
 def of_both(call: HeadCall, teacher: TeacherCall) -> tuple[HeadCall, TeacherCall]:
     """With the classes that both have."""
     check_whole(not call.rows.group)
-    classes = call.weight.shape[call.transposed], teacher.classes
+    classes = call.columns, teacher.classes
     check_common(*classes, call.scalars.nll_weight)
     count = min(classes)
     narrowed = call._replace(

@@ -29,7 +29,7 @@ from xentlib.torch.binding import tokens
 from xentlib.torch.core.classes import CLASSES
 from xentlib.torch.core.device import host_readable, onto
 from xentlib.torch.losses.classes import FewClasses, class_results
-from xentlib.torch.losses.given_divergence import given_divergence
+from xentlib.torch.losses.divergence import logits_divergence
 from xentlib.torch.micro_batch import label_loss
 from xentlib.torch.operators import not_differentiable, without_gradient
 
@@ -77,7 +77,7 @@ def top_k_divergence(given: DivergenceArguments, student: Arguments) -> Divergen
         of_few = GivenDivergenceArguments(
             own, TeacherLogits(other.to(own.dtype)), given.kind, given.beta, where=valid
         )
-        value = given_divergence(of_few).loss
+        value = logits_divergence(of_few).loss
     value = torch.where(valid, value * few.checked(counts, log_q), 0.0)
     loss_N = value
     if given.temperature_squared and call.temperature is not None:

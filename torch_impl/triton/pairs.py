@@ -19,6 +19,7 @@ from xentlib.options import DIVERGENCES
 from xentlib.pairs import DzTerms
 from xentlib.torch.core.kernels import LogitsBlock
 from xentlib.torch.core.pairs import GivenTeacher, Made, PairedLogits, Unit, UnitValues
+from xentlib.torch.core.precomputed import LogitsGradient
 from xentlib.torch.triton import pair_programs
 from xentlib.torch.triton.launch import DTYPES, Triton, device_of, options
 
@@ -85,7 +86,7 @@ class TritonPairs(PairedLogits):
         rows.temperature_B = temperature_B
         return stats
 
-    def given_sums(self, unit: Unit, kernels: Made, known: Sequence[Tensor], *, first: bool) -> Any:
+    def block_sums(self, unit: Unit, kernels: Made, known: Sequence[Tensor], *, first: bool) -> Any:
         """Step 4 from lse of both, and delta."""
         lse, other, *more = known
         self.known = lse, other, more[0] if more else None
@@ -117,6 +118,9 @@ class TritonPairs(PairedLogits):
         """Steps 6 and 7: dz in place of the logits, the target's with it; `p` is the lse of the
         logits that a loss of the labels is of."""
         rows, teacher, at = part
+        if isinstance(of_block, LogitsGradient):
+            self.write_gradient(part, dz, kernels, of_block.d_logits)
+            return
         bias = of_block.needs[2] and bool(self.student.local_size)
         out = of_block.output(rows, column_sums=bias)
         into_BV = rows.z_BV[:, : self.student.local_size] if out.into_BV is None else out.into_BV
@@ -135,8 +139,8 @@ class TritonPairs(PairedLogits):
             self.put(part, kernels, at, into_BV, out.round_to, **given)
         of_block.dz_y_T[rows.span] = 0.0
 
-    def put_given(self, part: Any, dz: DzTerms, kernels: Made, d_logits: Tensor) -> None:
-        """Steps 6 and 7, into the gradient of the logits."""
+    def write_gradient(self, part: Any, dz: DzTerms, kernels: Made, d_logits: Tensor) -> None:
+        """Steps 6 and 7, into the gradient of precomputed logits."""
         places = part[0].places
         into_BV = whole_BV = d_logits[places, self.columns]
         if into_BV.stride(1) != 1:
