@@ -33,15 +33,12 @@ FUNCTIONS = (
     ("chunked_divergence", "divergence", "DivergenceArguments", "head_divergence"),
     ("vocab_parallel_divergence", "divergence", "GivenDivergenceArguments", "logits_divergence"),
 )
-# Where each backend has its losses.
-LOSSES = {"torch_impl": "losses.", "jax_impl": ""}
-INDEX = {"torch_impl": "index", "jax_impl": "nll"}
 # What a loss does not need is loaded when it is called.
 LATER = {
     ("torch_impl", "head_divergence"): "xentlib.torch.losses.divergence",
     ("torch_impl", "logits_divergence"): "xentlib.torch.losses.divergence",
-    ("jax_impl", "head_divergence"): "xentlib.jax.divergence",
-    ("jax_impl", "logits_divergence"): "xentlib.jax.divergence",
+    ("jax_impl", "head_divergence"): "xentlib.jax.losses.divergence",
+    ("jax_impl", "logits_divergence"): "xentlib.jax.losses.divergence",
 }
 # What stands for an array, and for a head, which may be a module; and where they come from.
 ARRAYS = {
@@ -249,8 +246,8 @@ def public_module(column: str, definitions: dict[str, Definition]) -> str:
                 ("xentlib.plan", "VocabShard"),
                 ("xentlib.soft_labels", "SoftLabels"),
                 ("xentlib.teacher", "TeacherHead, TeacherLogits, TeacherTopK"),
-                (f"{package}.{LOSSES[column]}logprobs", "given_logprobs, head_logprobs"),
-                (f"{package}.{LOSSES[column]}{INDEX[column]}", "nll"),
+                (f"{package}.losses.logprobs", "given_logprobs, head_logprobs"),
+                (f"{package}.losses.index", "nll"),
             )
         )
     )

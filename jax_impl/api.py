@@ -17,8 +17,8 @@ from xentlib.arguments import (
     LogitsArguments,
 )
 from xentlib.checks.call import known_names
-from xentlib.jax.logprobs import given_logprobs, head_logprobs
-from xentlib.jax.nll import nll
+from xentlib.jax.losses.index import nll
+from xentlib.jax.losses.logprobs import given_logprobs, head_logprobs
 from xentlib.logprobs import LogprobOutput
 from xentlib.nll import NLLOutput
 from xentlib.options import (
@@ -584,7 +584,7 @@ def chunked_divergence(
 
     Sources: distillation (arXiv 1503.02531); generalised JSD on-policy, GKD (arXiv 2306.13649).
     """
-    from xentlib.jax.divergence import head_divergence
+    from xentlib.jax.losses.divergence import head_divergence
 
     return head_divergence(
         DivergenceArguments(
@@ -670,7 +670,7 @@ def vocab_parallel_divergence(
 
     Sources: as `chunked_divergence`.
     """
-    from xentlib.jax.divergence import logits_divergence
+    from xentlib.jax.losses.divergence import logits_divergence
 
     return logits_divergence(
         GivenDivergenceArguments(

@@ -29,7 +29,7 @@ from xentlib.jax.crosscheck_devices import (
 )
 from xentlib.jax.derivatives import primal_values, refused, wanted
 from xentlib.jax.head import head_of, unwrapped
-from xentlib.jax.nll import nll
+from xentlib.jax.losses.index import nll
 from xentlib.lora import LowRankHead
 from xentlib.nll import OUTPUTS, NLLOutput
 from xentlib.options import RULES

@@ -23,8 +23,8 @@ from xentlib.checks.module import check_head_options, check_kept_option, check_l
 from xentlib.checks.placement import PLACEMENTS
 from xentlib.jax.api import chunked_logprobs, chunked_nll
 from xentlib.jax.core.call import Placement
-from xentlib.jax.logprobs import head_logprobs
-from xentlib.jax.nll import nll
+from xentlib.jax.losses.index import nll
+from xentlib.jax.losses.logprobs import head_logprobs
 from xentlib.jax.placement import axes_of, place
 from xentlib.logprobs import LogprobOutput
 from xentlib.nll import NLLOutput

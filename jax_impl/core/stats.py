@@ -12,7 +12,6 @@ from xentlib.algebra import (
     BLOCK_COLUMNS,
     BlockStats,
     NonTargetStats,
-    TargetInfo,
     TokenStats,
     WantedStats,
 )
@@ -20,6 +19,7 @@ from xentlib.jax.core.algebra import ALGEBRA
 from xentlib.jax.core.kernels import Logits
 from xentlib.jax.core.logits import Chunk, ChunkedLogits
 from xentlib.jax.core.loop import over_chunks
+from xentlib.jax.core.tokens import target_info
 from xentlib.jax.core.vocab import combine, varying
 
 
@@ -69,15 +69,6 @@ def further_rows(left: Logits) -> tuple[jax.Array | None, jax.Array | None]:
     if left.top_TK is None or left.z_top_TK is None:
         return more, None
     return more, jnp.stack((left.top_TK.T, left.z_top_TK.T))
-
-
-def target_info(logits: ChunkedLogits, rows: jax.Array | slice) -> TargetInfo:
-    """Of some tokens."""
-    target, weights = logits.tokens.targets[rows], logits.arrays.class_weights
-    if weights is None:
-        return TargetInfo(target, 1.0, float(logits.vocab_size))
-    weights = weights.astype(logits.options.compute_dtype)
-    return TargetInfo(target, weights[target], weights.sum())
 
 
 def stats_of(

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from xentlib.algebra import TargetInfo
 from xentlib.arguments import Arguments
 from xentlib.checks.call import CALLS
 from xentlib.dtypes import holds
@@ -137,3 +138,12 @@ def check_labels(labels: Any, where: Any, ignore_index: int, vocab_size: int) ->
     if offenders.size:
         offender = int(offenders[0])
         CALLS.refuse("labels", offender=offender, ignore_index=ignore_index, vocab_size=vocab_size)
+
+
+def target_info(logits: Any, rows: jax.Array | slice) -> TargetInfo:
+    """Of some tokens, of what has a vocabulary, tokens and class weights."""
+    target, weights = logits.tokens.targets[rows], logits.arrays.class_weights
+    if weights is None:
+        return TargetInfo(target, 1.0, float(logits.vocab_size))
+    weights = weights.astype(logits.options.compute_dtype)
+    return TargetInfo(target, weights[target], weights.sum())

@@ -17,7 +17,7 @@ from jax.interpreters import pxla
 from xentlib.arguments import Arguments
 from xentlib.checks.module import refuse_module
 from xentlib.jax.api import vocab_parallel_divergence, vocab_parallel_logprobs
-from xentlib.jax.nll import nll
+from xentlib.jax.losses.index import nll
 from xentlib.jax.placement import configured
 from xentlib.options import Gather, WeightLayout
 from xentlib.teacher import TeacherLogits

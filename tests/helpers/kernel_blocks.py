@@ -124,7 +124,7 @@ def in_jax(
     from xentlib.arguments import Scalars
     from xentlib.jax.core.algebra import ALGEBRA
     from xentlib.jax.core.kernels import LogitsBlock, LogitTransform
-    from xentlib.jax.logprobs import Residuals, Upstream, coefficients, terms_of
+    from xentlib.jax.losses.logprobs import Residuals, Upstream, coefficients, terms_of
 
     def array(x: Any) -> Any:
         return None if x is None else jnp.asarray(x)

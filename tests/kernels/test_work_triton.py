@@ -20,7 +20,7 @@ import torch
 
 from helpers.on_meta import OnDevice, as_on_a_gpu
 from xentlib.torch import chunked_logprobs, chunked_nll, vocab_parallel_logprobs
-from xentlib.torch.core import logits
+from xentlib.torch.core import logits, precomputed
 from xentlib.torch.core.kernels import runnable
 
 if "triton" not in runnable():
@@ -54,7 +54,8 @@ class Programs:
 def programs(monkeypatch: pytest.MonkeyPatch) -> Programs:
     kept = Programs()
     monkeypatch.setattr(launch, "programs", kept)
-    monkeypatch.setattr(logits, "kernels_for", lambda *_: launch.Triton)
+    for module in (logits, precomputed):
+        monkeypatch.setattr(module, "kernels_for", lambda *_: launch.Triton)
     return kept
 
 

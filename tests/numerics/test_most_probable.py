@@ -136,10 +136,13 @@ def test_zeros_of_either_sign_are_equal(backend: str) -> None:
     assert np.array_equal(outcome_of(backend, call, {}).top_ids, right_ids(problem, logits, K))
 
 
+MODULES = {"torch": "xentlib.torch.core.classes", "jax": "xentlib.jax.losses.classes"}
+
+
 def test_a_nan_stays_in_its_token(backend: str) -> None:
     """What a backward reads is in bounds, of candidates of several shards too, of which it keeps a
     few: a NaN is the largest, and first, as in `torch.topk`."""
-    classes = import_module(f"xentlib.{backend}.{'core.' * (backend == 'torch')}classes").CLASSES
+    classes = import_module(MODULES[backend]).CLASSES
     xp, ids = classes.xp, np.array([[4, 0, 3, 1, 5, 2]])
     z = np.array([[1.0, np.nan, 0.5, 2.0, np.nan, 3.0]], np.float32)
     cross = on_torch if backend == "torch" else on_jax

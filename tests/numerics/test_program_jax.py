@@ -128,10 +128,10 @@ def test_chunks_without_a_valid_token_cost_nothing():
         trips.append(int(high) - int(low))
         return original(low, high, body, carry)
 
-    from xentlib.jax import nll as module
     from xentlib.jax.binding import bind
     from xentlib.jax.core.call import flat
     from xentlib.jax.derivatives import Needs
+    from xentlib.jax.losses import index as module
 
     patch = pytest.MonkeyPatch()
     patch.setattr(module.lax, "fori_loop", counting)

@@ -26,10 +26,7 @@ LAYERS = {
     "wrappers": {"backend": "wrappers"},
     "placement": {"backend": "head placement"},
     "binding": {"backend": "binding"},
-    "functions": {
-        "backend": "losses nll logprobs divergence teacher classes top_k soft_labels "
-        "given_soft_labels"
-    },
+    "functions": {"backend": "losses"},
     "api": {"backend": "api"},
     "heads": {
         "backend": "module head.module head.lazy_logits integrations accumulate window "

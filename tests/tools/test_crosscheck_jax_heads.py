@@ -161,7 +161,7 @@ PLANTED = ("zero row", "NaN", "1e-3", "all NaN")
 
 def plant(monkeypatch: Any, kind: str, field: str, row: int) -> None:
     """On the second device of the vocabulary's axis, in that row of a gradient of the head."""
-    import xentlib.jax.nll as module
+    import xentlib.jax.losses.index as module
 
     right = module.nll_backward
 

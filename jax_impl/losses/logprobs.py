@@ -18,17 +18,14 @@ from xentlib.checks.call import is_soft
 from xentlib.jax.binding import bind, bind_logits
 from xentlib.jax.core.algebra import exp
 from xentlib.jax.core.call import Arrays, Options, Placement, as_gradients
-from xentlib.jax.core.device import as_bits, from_bits
-from xentlib.jax.core.gemm import round_to
-from xentlib.jax.core.gradients import Gradients, add_gradients, power_of_two, put_dz
-from xentlib.jax.core.kernels import is_target
-from xentlib.jax.core.layout import per_token
+from xentlib.jax.core.gradients import Gradients, add_gradients, power_of_two
 from xentlib.jax.core.logits import Chunk, ChunkedLogits, chunked_logits, scaled
-from xentlib.jax.core.loop import at_rows, gather_tokens, over_chunks, unpack
+from xentlib.jax.core.loop import gather_tokens, over_chunks, unpack
 from xentlib.jax.core.stats import all_stats, axes_of_stats, put_rows, stats_of
-from xentlib.jax.core.vocab import as_primal, upstream_of, vary, varying
+from xentlib.jax.core.vocab import upstream_of, vary, varying
 from xentlib.jax.derivatives import Needs, differentiable, primal_values, wanted
 from xentlib.jax.head import unwrapped
+from xentlib.jax.losses.loss import dz_with_target, head_gradients, in_chunks, logits_gradient
 from xentlib.jax.placement import run, whole_rows
 from xentlib.logprobs import LogprobOutput
 
@@ -112,58 +109,34 @@ def logprobs_backward(
     arrays: Arrays,
 ) -> dict[str, jax.Array | None]:
     """Gradients by name, from logits that are computed again."""
-    logits = chunked_logits(options, arrays)
-    given = clean_upstream(logits, upstream)
-    sizes = jnp.stack([jnp.abs(g) for g in jax.tree.leaves(given)])
-    exponent = power_of_two(options, sizes.sum(axis=0))
+    logits, of_head = chunked_logits(options, arrays), arrays.weight is not None
+    cleaned, exponent = clean_upstream(logits, upstream), None
+    if of_head:
+        sizes = jnp.stack([jnp.abs(g) for g in jax.tree.leaves(cleaned)])
+        exponent = power_of_two(options, sizes.sum(axis=0))
     if exponent is not None:
-        given = jax.tree.map(lambda g: jnp.ldexp(g, exponent), given)
-    terms_N = scaled_terms(logits, kept, given)
+        cleaned = jax.tree.map(lambda g: jnp.ldexp(g, exponent), cleaned)
+    terms_N = scaled_terms(logits, kept, cleaned)
     own, (logits, terms_N) = logits, gather_tokens(logits, terms_N)
+
+    # 6. to 8. dz and the gradients
+    def step(chunk: Chunk, terms_T: Terms, sums: Gradients) -> Gradients:
+        dz = coefficients(terms_T)
+        return add_gradients(logits, chunk, needs, sums, terms_T.kept_lse, dz)
+
+    def dz_of(chunk: Chunk, terms_T: Terms) -> jax.Array:
+        return dz_with_target(logits, chunk, terms_T.kept_lse, coefficients(terms_T))
+
     terms_M = in_chunks(logits, terms_N)
-
-    def body(chunk: Chunk, gradients: Gradients) -> Gradients:
-        # 6. to 8. dz and the gradients
-        terms_T = at_rows(logits, chunk, terms_M)
-        dz = coefficients(terms_T)
-        return add_gradients(logits, chunk, needs, gradients, terms_T.kept_lse, dz)
-
-    sums = vary(Gradients.zeros(logits, needs), varying(logits, terms_M))
-    gradients = over_chunks(logits, body, sums, terms_M, exchange=bool(options.gathered))
-    gradients = gradients.finished(logits, exponent)
-    return gradients.rounded(options, own.tokens.valid, arrays.leaves)
-
-
-def given_backward(
-    options: Options, kept: Residuals, upstream: Upstream, arrays: Arrays
-) -> jax.Array:
-    """Step 6 of given logits, in their dtype: every row is written once, its target's column with
-    it."""
-    logits, given = chunked_logits(options, arrays), arrays.hidden
-    terms_M = in_chunks(logits, scaled_terms(logits, kept, clean_upstream(logits, upstream)))
-
-    def body(chunk: Chunk, d_logits: jax.Array) -> jax.Array:
-        terms_T = at_rows(logits, chunk, terms_M)
-        dz = coefficients(terms_T)
-        dz_TV, dz_y_T, _ = logits.kernels.dz(chunk.block, terms_T.kept_lse, dz)
-        own_TV = is_target(chunk.block, dz_TV)
-        dz_TV = round_to(jnp.where(own_TV, per_token(dz_y_T), dz_TV), given.dtype.name)
-        return put_dz(logits, chunk, d_logits, dz_TV)
-
-    d_logits = over_chunks(logits, body, as_bits(jnp.zeros_like(given)), terms_M)
-    return as_primal(from_bits(d_logits, given), given)
+    if not of_head:
+        return logits_gradient(logits, terms_M, dz_of)
+    return head_gradients(own, logits, needs, terms_M, step, exponent)
 
 
 def scaled_terms(logits: ChunkedLogits, kept: Residuals, upstream: Upstream) -> Terms:
     """[N] of upstream gradients that are clean."""
     through = jax.tree.map(partial(scaled, logits), upstream)
     return terms_of(kept, through, logits.options.scalars.label_smoothing, logits.vocab_size)
-
-
-def in_chunks(logits: ChunkedLogits, terms_N: Terms) -> Terms:
-    """[M + 1], in the order of the chunks' rows."""
-    terms_M: Terms = jax.tree.map(lambda x: jnp.pad(x[logits.order], (0, 1)), terms_N)
-    return terms_M
 
 
 def clean_upstream(logits: ChunkedLogits, upstream: Upstream) -> Upstream:
@@ -234,8 +207,6 @@ def _logprobs_bwd(
     upstream = upstream_in(options, cotangent)
     if upstream is None:
         return (None,)
-    if arrays.weight is None:
-        return (as_gradients({"hidden": given_backward(options, kept, upstream, arrays)}),)
     needs = Needs(*(marker.size > 0 for marker in markers))
     return (as_gradients(logprobs_backward(options, needs, kept, upstream, arrays)),)
 
@@ -257,7 +228,7 @@ _logprobs_jit = jax.jit(
 def head_logprobs(given: Arguments, place: Placement | None = None) -> LogprobOutput[Any]:
     """`chunked_logprobs` of its arguments, which `NLLHead` has placed on a mesh."""
     if given.kept is not None or given.ids is not None or not is_zero(given.top_k):
-        from xentlib.jax.classes import head_classes
+        from xentlib.jax.losses.classes import head_classes
 
         return head_classes(given, place)
     return _run_logprobs(*bind(given._replace(reduction="sum"), place, recompute=True))
@@ -266,11 +237,11 @@ def head_logprobs(given: Arguments, place: Placement | None = None) -> LogprobOu
 def given_logprobs(given: LogitsArguments) -> LogprobOutput[Any]:
     """`vocab_parallel_logprobs` of its arguments."""
     if is_soft(unwrapped(given.labels), unwrapped(given.logits)):
-        from xentlib.jax.given_soft_labels import given_soft
+        from xentlib.jax.losses.soft_labels import logits_soft
 
-        return given_soft(given)
+        return logits_soft(given)
     if given.kept is not None or given.ids is not None or not is_zero(given.top_k):
-        from xentlib.jax.classes import given_classes
+        from xentlib.jax.losses.classes import given_classes
 
         return given_classes(given)
     return _run_logprobs(*bind_logits(given))

@@ -23,13 +23,10 @@ from xentlib.jax.array_spec import array, array_spec, concrete_on_cpu
 from xentlib.jax.binding import bind, bind_logits
 from xentlib.jax.core.algebra import ALGEBRA
 from xentlib.jax.core.call import Arrays, Options, Placement, as_gradients
-from xentlib.jax.core.device import as_bits, device_info, from_bits
-from xentlib.jax.core.gemm import round_to
-from xentlib.jax.core.gradients import Gradients, add_gradients, power_of_two, put_dz
-from xentlib.jax.core.kernels import is_target
-from xentlib.jax.core.layout import per_token
+from xentlib.jax.core.device import device_info
+from xentlib.jax.core.gradients import Gradients, add_gradients, power_of_two
 from xentlib.jax.core.logits import Chunk, ChunkedLogits, chunked_logits, scaled
-from xentlib.jax.core.loop import at_rows, gather_tokens, over_chunks, unpack
+from xentlib.jax.core.loop import gather_tokens, over_chunks, unpack
 from xentlib.jax.core.stats import (
     all_columns,
     axes_of_stats,
@@ -38,8 +35,9 @@ from xentlib.jax.core.stats import (
     put_rows,
 )
 from xentlib.jax.core.tokens import on_host
-from xentlib.jax.core.vocab import as_primal, upstream_of, vary, varying
+from xentlib.jax.core.vocab import upstream_of, vary, varying
 from xentlib.jax.derivatives import Needs, differentiable, primal_values, wanted
+from xentlib.jax.losses.loss import dz_with_target, head_gradients, in_chunks, logits_gradient
 from xentlib.jax.placement import run, whole_rows
 from xentlib.logprobs import LogprobOutput
 
@@ -168,53 +166,33 @@ def coefficients(g_RT: jax.Array, *, entropy: bool) -> Coefficients:
     return Coefficients(g_RT[-3], g_RT[-2] if entropy else None, None, g_RT[0], g_RT[1:-3].T)
 
 
-def in_chunks(logits: ChunkedLogits, rows_RN: jax.Array) -> jax.Array:
-    """[R, M + 1], in the order of the chunks' rows."""
-    return jnp.pad(rows_RN[:, logits.order], ((0, 0), (0, 1)))
-
-
-def head_backward(
+def classes_backward(
     options: Options, needs: Needs, kept: Residuals, upstream: Any, arrays: Arrays
 ) -> dict[str, jax.Array | None]:
     """Gradients by name, from logits that are computed again."""
-    logits, entropy = chunked_logits(options, arrays), upstream.logprobs.entropy is not None
+    logits, of_head = chunked_logits(options, arrays), arrays.weight is not None
+    entropy = upstream.logprobs.entropy is not None
     rows_RN = upstream_rows(logits, kept, upstream, arrays)
     g_RN, lse_1N = rows_RN[:-1], rows_RN[-1:]
-    exponent = power_of_two(options, jnp.abs(g_RN).sum(axis=0))
+    exponent = power_of_two(options, jnp.abs(g_RN).sum(axis=0)) if of_head else None
     if exponent is not None:
         g_RN = jnp.ldexp(g_RN, exponent)
-    rows = list(jnp.concatenate((scaled(logits, g_RN), lse_1N)))
-    own, (logits, rows) = logits, gather_tokens(logits, rows)
-    rows_RM = in_chunks(logits, jnp.stack(rows))
+    own, rows_RN = logits, jnp.concatenate((scaled(logits, g_RN), lse_1N))
+    if of_head:
+        logits, rows = gather_tokens(logits, list(rows_RN))
+        rows_RN = jnp.stack(rows)
 
-    def body(chunk: Chunk, gradients: Gradients) -> Gradients:
-        rows_RT = at_rows(logits, chunk, rows_RM)
+    def step(chunk: Chunk, rows_RT: jax.Array, sums: Gradients) -> Gradients:
         dz = coefficients(rows_RT, entropy=entropy)
-        return add_gradients(logits, chunk, needs, gradients, rows_RT[-1], dz)
+        return add_gradients(logits, chunk, needs, sums, rows_RT[-1], dz)
 
-    sums = vary(Gradients.zeros(logits, needs), varying(logits, rows_RM))
-    gradients = over_chunks(logits, body, sums, rows_RM, exchange=bool(options.gathered))
-    gradients = gradients.finished(logits, exponent)
-    return gradients.rounded(options, own.tokens.valid, arrays.leaves)
+    def dz_of(chunk: Chunk, rows_RT: jax.Array) -> jax.Array:
+        return dz_with_target(logits, chunk, rows_RT[-1], coefficients(rows_RT, entropy=entropy))
 
-
-def given_backward(options: Options, kept: Residuals, upstream: Any, arrays: Arrays) -> jax.Array:
-    """Step 6 of given logits, in their dtype."""
-    logits, given = chunked_logits(options, arrays), arrays.hidden
-    rows_RN = upstream_rows(logits, kept, upstream, arrays)
-    rows_RN = jnp.concatenate((scaled(logits, rows_RN[:-1]), rows_RN[-1:]))
-    rows_RM, entropy = in_chunks(logits, rows_RN), upstream.logprobs.entropy is not None
-
-    def body(chunk: Chunk, d_logits: jax.Array) -> jax.Array:
-        rows_RT = at_rows(logits, chunk, rows_RM)
-        dz = coefficients(rows_RT, entropy=entropy)
-        dz_TV, dz_y_T, _ = logits.kernels.dz(chunk.block, rows_RT[-1], dz)
-        own_TV = is_target(chunk.block, dz_TV)
-        dz_TV = round_to(jnp.where(own_TV, per_token(dz_y_T), dz_TV), given.dtype.name)
-        return put_dz(logits, chunk, d_logits, dz_TV)
-
-    d_logits = over_chunks(logits, body, as_bits(jnp.zeros_like(given)), rows_RM)
-    return as_primal(from_bits(d_logits, given), given)
+    rows_RM = in_chunks(logits, rows_RN)
+    if not of_head:
+        return logits_gradient(logits, rows_RM, dz_of)
+    return head_gradients(own, logits, needs, rows_RM, step, exponent)
 
 
 def _classes(options: Options, arrays: Arrays) -> ClassOutput:
@@ -250,10 +228,8 @@ def _classes_bwd(options: Options, residuals: Any, cotangent: ClassOutput) -> tu
         return (None,)
     upstream = upstream_of(upstream, None if options.gathered else options.axis)
     options = options._replace(top_k=0)  # the arrays have them
-    if arrays.weight is None:
-        return (as_gradients({"hidden": given_backward(options, kept, upstream, arrays)}),)
     needs = Needs(*(marker.size > 0 for marker in markers))
-    return (as_gradients(head_backward(options, needs, kept, upstream, arrays)),)
+    return (as_gradients(classes_backward(options, needs, kept, upstream, arrays)),)
 
 
 _classes_vjp = differentiable(_classes, _classes_fwd, _classes_bwd)

@@ -6,7 +6,6 @@ Shapes: N tokens, V vocabulary, H hidden width, T tokens of a chunk, M = N fille
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -32,20 +31,24 @@ from xentlib.divergence import DivergenceOutput
 from xentlib.jax.array_spec import only_arrays
 from xentlib.jax.binding import bind, bind_logits
 from xentlib.jax.core.call import Arrays, DivergenceOptions, Options, as_gradients, of_all_tokens
-from xentlib.jax.core.device import as_bits, from_bits
-from xentlib.jax.core.gemm import round_to
-from xentlib.jax.core.gradients import Gradients, add_products, power_of_two, put_dz
+from xentlib.jax.core.gradients import Gradients, add_products, power_of_two
 from xentlib.jax.core.logits import Chunk, ChunkedLogits, chunked_logits, scaled
 from xentlib.jax.core.loop import at_rows, gather_tokens, over_chunks, unpack
 from xentlib.jax.core.pairs import PairedLogits, PairTerms
 from xentlib.jax.core.soft_labels import SoftLogits
 from xentlib.jax.core.stats import axes_of_stats, put_rows
-from xentlib.jax.core.vocab import as_primal, upstream_of, vary, varying
+from xentlib.jax.core.vocab import upstream_of, vary, varying
 from xentlib.jax.derivatives import Needs, differentiable, named, primal_values, refused, wanted
+from xentlib.jax.losses.loss import (
+    head_gradients,
+    in_chunks,
+    logits_gradient,
+    scale_gradients,
+    token_weights,
+)
+from xentlib.jax.losses.teacher import bind_teacher, given_teacher, labels_for, of_both
 from xentlib.jax.micro_batch import labelled
-from xentlib.jax.nll import nll_backward
 from xentlib.jax.placement import run, whole_rows
-from xentlib.jax.teacher import bind_teacher, given_teacher, labels_for, of_both
 from xentlib.options import DIVERGENCE_OUTPUTS
 from xentlib.pairs import DzTerms
 from xentlib.soft_labels import SOFT_LABELS
@@ -93,11 +96,6 @@ def gathered_pair(
     return PairedLogits.of(of_student, of_teacher, kind), numbers
 
 
-def in_chunks(logits: ChunkedLogits, numbers: Any) -> Any:
-    """[M + 1] of numbers [N], in the order of the chunks' rows."""
-    return jax.tree.map(lambda x: jnp.pad(x[logits.order], (0, 1)), numbers)
-
-
 def both_whole(options: Options, arrays: Arrays) -> Arrays:
     """With the heads that this device multiplies, gathered once."""
     whole = whole_rows(options, arrays)
@@ -115,14 +113,7 @@ def divergence_forward(
     own, teacher = pair_of(options, arrays)
     options, scalars = own.options, own.options.scalars
     count, valid_N = of_all_tokens(options, own.num_valid), own.tokens.valid
-    weights_N, weight_sum = valid_N.astype(compute), count.astype(compute)
-    if arrays.token_weights is not None:
-        weights_N = jnp.where(valid_N, arrays.token_weights.astype(compute), 0.0)
-        weight_sum = of_all_tokens(options, weights_N.sum())
-    divisor = weight_sum if options.mean else jnp.ones((), compute)
-    if arrays.denominator is not None:
-        divisor = arrays.denominator.astype(compute)
-    divisor = jnp.where((count == 0) | ((weight_sum == 0) & (divisor == 0)), 1.0, divisor)
+    weights_N, weight_sum, divisor = token_weights(options, arrays, valid_N, count)
     loss_weights, squared_N = weights_N / divisor, jnp.ones_like(weights_N)
     if how.squared and arrays.temperature is not None:
         squared_N = squared_N * jnp.square(arrays.temperature.astype(compute))
@@ -213,61 +204,34 @@ def each_backward(
     """Gradients by name of a loss of each token, from logits that are made again."""
     own, teacher = pair_of(options, arrays)
     g_N = jnp.where(own.tokens.valid, gradient.astype(options.compute_dtype), 0)
-    exponent = power_of_two(options, g_N)
+    exponent = None if arrays.weight is None else power_of_two(options, g_N)
     if exponent is not None:
         g_N = jnp.ldexp(g_N, exponent)
     both, numbers = gathered_pair(own, teacher, (scaled(own, g_N), residuals))
     logits, nll_weight = both.student, own.options.scalars.nll_weight
-    numbers = in_chunks(logits, numbers)
 
-    def body(chunk: Chunk, sums: Gradients) -> Gradients:
-        factor_T, of_tokens = at_rows(logits, chunk, numbers)
+    def step(chunk: Chunk, numbers_T: Any, sums: Gradients) -> Gradients:
+        factor_T, of_tokens = numbers_T
         terms = both.again(chunk, list(of_tokens[:4]))
         dz, own_T = DzTerms(of_tokens.gain, of_tokens.shift), of_tokens.own if nll_weight else None
         return add_dz(both, chunk, needs, sums, terms, dz, own_T, factor_T)
 
-    used = (both, numbers)
-    sums = vary(Gradients.zeros(logits, needs), varying(logits, used))
-    sums = over_chunks(logits, body, sums, used, exchange=bool(options.gathered))
-    return sums.finished(logits, exponent).rounded(options, own.tokens.valid, arrays.leaves)
-
-
-def given_backward(
-    options: Options, residuals: Residuals, gradient: jax.Array, arrays: Arrays
-) -> jax.Array:
-    """Steps 6 and 7 of given logits, in their dtype."""
-    student, teacher = pair_of(options, arrays)
-    g_N = jnp.where(student.tokens.valid, gradient.astype(options.compute_dtype), 0)
-    both, _ = gathered_pair(student, teacher, ())
-
-    def dz_of(chunk: Chunk, numbers: Any) -> tuple[PairTerms, jax.Array]:
-        factor_T, of_tokens = numbers
+    def dz_of(chunk: Chunk, numbers_T: Any) -> jax.Array:
+        factor_T, of_tokens = numbers_T
         terms = both.again(chunk, list(of_tokens[:4]))
         dz = DzTerms(factor_T * of_tokens.gain, factor_T * of_tokens.shift)
-        return terms, both.dz(chunk, terms, dz)
+        return chained(both, chunk, terms, both.dz(chunk, terms, dz))
 
-    return d_given(both, arrays.hidden, (scaled(student, g_N), residuals), dz_of)
+    numbers = in_chunks(logits, numbers)
+    if arrays.weight is None:
+        return logits_gradient(logits, numbers, dz_of, both)
+    return head_gradients(own, logits, needs, numbers, step, exponent, both)
 
 
-def d_given(
-    both: Any,  # `PairedLogits`, or `SoftLogits`
-    given: jax.Array,
-    numbers_N: Any,
-    dz_of: Callable[[Chunk, Any], tuple[PairTerms, jax.Array]],
-) -> jax.Array:
-    """Step 7 of given logits: `dz_of` a chunk, and of `numbers_N` of its tokens."""
-    student = both.student
-    numbers = in_chunks(student, numbers_N)
-
-    def body(chunk: Chunk, d_logits: jax.Array) -> jax.Array:
-        terms, dz_TV = dz_of(chunk, at_rows(student, chunk, numbers))
-        dz_TV, _ = student.kernels.chained(chunk.block, terms.student, dz_TV)
-        dz_TV = round_to(dz_TV, given.dtype.name)
-        return put_dz(student, chunk, d_logits, dz_TV)
-
-    zeros, used = as_bits(jnp.zeros_like(given)), (both, numbers)
-    d_logits = over_chunks(student, body, vary(zeros, varying(student, used)), used)
-    return as_primal(from_bits(d_logits, given), given)
+def chained(both: Any, chunk: Chunk, terms: PairTerms, dz_TV: jax.Array) -> jax.Array:
+    """Step 7 of precomputed logits; `both` are `PairedLogits` or `SoftLogits`."""
+    dz_TV, _ = both.student.kernels.chained(chunk.block, terms.student, dz_TV)
+    return dz_TV
 
 
 def _divergence(options: Options, arrays: Arrays) -> DivergenceOutput[Any]:
@@ -296,10 +260,8 @@ def _divergence_bwd(
         return (None,)
     upstream = upstream_of(upstream, None if options.gathered else options.axis)
     if not again:
-        return (as_gradients(nll_backward(options, upstream, gradients, valid_N, types)),)
+        return (as_gradients(scale_gradients(options, upstream, gradients, valid_N, types)),)
     of_tokens, arrays, markers = again
-    if arrays.weight is None:
-        return (as_gradients({"hidden": given_backward(options, of_tokens, upstream, arrays)}),)
     needs = Needs(*(marker.size > 0 for marker in markers))
     return (as_gradients(each_backward(options, needs, of_tokens, upstream, arrays)),)
 
@@ -321,7 +283,7 @@ def head_divergence(given: DivergenceArguments) -> DivergenceOutput[Any]:
     only_arrays(hidden=given.hidden)
     check_divergence(given)
     if isinstance(given.teacher, TeacherTopK):
-        from xentlib.jax.top_k import top_k_divergence
+        from xentlib.jax.losses.top_k import top_k_divergence
 
         return top_k_divergence(given)
     DIVERGING.require("stream", given.gather != "stream")

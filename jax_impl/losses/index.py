@@ -5,7 +5,6 @@ Shapes: N tokens, V vocabulary, H hidden width, T tokens of a chunk, M = N fille
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -21,8 +20,9 @@ from xentlib.jax.core.call import Arrays, Options, Placement, as_gradients, of_a
 from xentlib.jax.core.gradients import Gradients, add_gradients, power_of_two
 from xentlib.jax.core.logits import Chunk, chunked_logits, scaled
 from xentlib.jax.core.loop import at_rows, gather_tokens, only_chunk, over_chunks, unpack
-from xentlib.jax.core.stats import all_stats, axes_of_stats, put_rows, stats_of, target_info
-from xentlib.jax.core.vocab import agreed_upstream, upstream_of, vary, varying
+from xentlib.jax.core.stats import all_stats, axes_of_stats, put_rows, stats_of
+from xentlib.jax.core.tokens import target_info
+from xentlib.jax.core.vocab import upstream_of, vary, varying
 from xentlib.jax.derivatives import (
     REFUSED,
     Needs,
@@ -33,6 +33,7 @@ from xentlib.jax.derivatives import (
     wanted,
 )
 from xentlib.jax.head import unwrapped
+from xentlib.jax.losses.loss import scale_gradients, token_weights
 from xentlib.jax.micro_batch import labelled
 from xentlib.jax.placement import run, whole_rows
 from xentlib.nll import OUTPUTS, NLLOutput
@@ -56,18 +57,8 @@ def nll_forward(
     options, scalars = logits.options, logits.options.scalars
     count, valid_N = of_all_tokens(options, logits.num_valid), logits.tokens.valid
     everywhere = target_info(logits, slice(None))
-    weights_N, weight_sum = valid_N.astype(compute), count.astype(compute)
-    if arrays.token_weights is not None:
-        weights_N = jnp.where(valid_N, arrays.token_weights.astype(compute), 0.0)
-    if arrays.token_weights is not None or arrays.class_weights is not None:
-        counted_N = jnp.where(valid_N, weights_N * everywhere.weight, 0.0)
-        weight_sum = of_all_tokens(options, counted_N.sum())
-    if arrays.denominator is not None:
-        divisor = arrays.denominator.astype(compute)
-    else:
-        divisor = weight_sum if options.mean else jnp.ones((), compute)
-    # An all-masked window has nothing to divide; a zero weight sum would turn 0 into NaN.
-    divisor = jnp.where((count == 0) | ((weight_sum == 0) & (divisor == 0)), 1.0, divisor)
+    of_class_N: Any = None if arrays.class_weights is None else everywhere.weight
+    weights_N, weight_sum, divisor = token_weights(options, arrays, valid_N, count, of_class_N)
     factor_N = weights_N * (1.0 / divisor)
     factor_N = jnp.where(logits.tokens.bad, jnp.nan, factor_N)
     exponent = power_of_two(options, factor_N)
@@ -141,26 +132,6 @@ def nll_forward(
     return output, gradients, valid_N
 
 
-def nll_backward(
-    options: Options,
-    gradient: jax.Array,
-    accumulators: Gradients,
-    valid_N: jax.Array,
-    primals: Sequence[jax.Array | None],
-) -> dict[str, jax.Array | None]:
-    """Step 10. Of the primals only the types are used."""
-    # Without a valid token the upstream gradient may be anything, inf included: the result is +0.
-    own = of_head = jnp.where(valid_N.any(), gradient, 0.0)
-    if options.gathered:
-        # The head's sums are over all devices' tokens, and were made before any upstream gradient.
-        of_head = agreed_upstream(gradient, valid_N.any(), options.gathered)
-    factors = Gradients(own, of_head, of_head, of_head, of_head)
-    multiplied: Gradients = jax.tree.map(
-        lambda x, factor: x * factor.astype(x.dtype), accumulators, factors
-    )
-    return multiplied.rounded(options, valid_N, primals)
-
-
 def _nll(options: Options, arrays: Arrays) -> NLLOutput[Any]:
     return nll_forward(options, Needs(), arrays)[0]
 
@@ -179,7 +150,7 @@ def _nll_bwd(options: Options, residuals: Any, cotangent: NLLOutput[Any]) -> tup
     if upstream is None:
         return (None,)
     upstream = upstream_of(upstream, None if options.gathered else options.axis)
-    return (as_gradients(nll_backward(options, upstream, gradients, valid_N, types)),)
+    return (as_gradients(scale_gradients(options, upstream, gradients, valid_N, types)),)
 
 
 _nll_jit = jax.jit(differentiable(_nll, _nll_fwd, _nll_bwd), static_argnums=(0,))
@@ -188,7 +159,7 @@ _nll_jit = jax.jit(differentiable(_nll, _nll_fwd, _nll_bwd), static_argnums=(0,)
 def nll(given: Arguments, place: Placement | None = None) -> NLLOutput[Any]:
     """`chunked_nll` of its arguments, which `NLLHead` has placed on a mesh."""
     if is_soft(unwrapped(given.labels), unwrapped(given.hidden)):
-        from xentlib.jax.soft_labels import soft_nll
+        from xentlib.jax.losses.soft_labels import soft_nll
 
         return soft_nll(given, place)
     options, arrays = bind(given, place)

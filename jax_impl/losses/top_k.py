@@ -25,7 +25,6 @@ from xentlib.checks.soft_labels import check_none
 from xentlib.divergence import DivergenceOutput
 from xentlib.jax.array_spec import array, array_spec, concrete_on_cpu, only_arrays
 from xentlib.jax.binding import bind
-from xentlib.jax.classes import CLASSES, _classes_vjp, check_values, row_sums
 from xentlib.jax.core.algebra import exp
 from xentlib.jax.core.call import (
     Arrays,
@@ -36,11 +35,12 @@ from xentlib.jax.core.call import (
 )
 from xentlib.jax.core.tokens import valid_tokens, widen_labels
 from xentlib.jax.derivatives import named
-from xentlib.jax.divergence import OF_STUDENT, REFUSED, _divergence_vjp
 from xentlib.jax.head import unwrapped
+from xentlib.jax.losses.classes import CLASSES, _classes_vjp, check_values, row_sums
+from xentlib.jax.losses.divergence import OF_STUDENT, REFUSED, _divergence_vjp
+from xentlib.jax.losses.teacher import labels_for
 from xentlib.jax.micro_batch import labelled
 from xentlib.jax.placement import run
-from xentlib.jax.teacher import labels_for
 from xentlib.options import DIVERGENCE_OUTPUTS
 from xentlib.teacher import TeacherTopK
 from xentlib.top_k import TopK
