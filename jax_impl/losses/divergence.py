@@ -43,6 +43,7 @@ from xentlib.jax.losses.loss import (
     head_gradients,
     in_chunks,
     logits_gradient,
+    reduced,
     scale_gradients,
     token_weights,
 )
@@ -114,10 +115,10 @@ def divergence_forward(
     options, scalars = own.options, own.options.scalars
     count, valid_N = of_all_tokens(options, own.num_valid), own.tokens.valid
     weights_N, weight_sum, divisor = token_weights(options, arrays, valid_N, count)
-    loss_weights, squared_N = weights_N / divisor, jnp.ones_like(weights_N)
+    own_factor_N, squared_N = weights_N * (1.0 / divisor), jnp.ones_like(weights_N)
     if how.squared and arrays.temperature is not None:
         squared_N = squared_N * jnp.square(arrays.temperature.astype(compute))
-    factor_N = jnp.where(own.tokens.bad, jnp.nan, loss_weights)
+    factor_N = jnp.where(own.tokens.bad, jnp.nan, own_factor_N)
     exponent = power_of_two(options, factor_N * squared_N) if any(needs) else None
     scaled_N = factor_N if exponent is None else jnp.ldexp(factor_N, exponent)
     numbers = (scaled(own, scaled_N), factor_N, squared_N)
@@ -156,9 +157,9 @@ def divergence_forward(
 
     values_RN = unpack(own, per_token)
     loss_N, nll_N, *of_token = values_RN[: len(VALUES)]
-    loss, nll = loss_N * loss_weights, of_all_tokens(options, (nll_N * loss_weights).sum())
-    if not how.each:
-        loss = of_all_tokens(options, loss.sum())
+    loss, nll = reduced(options, weights_N, divisor, loss_N, nll_N)
+    if how.each:
+        loss = loss_N * own_factor_N
     dtype = options.output_dtype
     output = DivergenceOutput(
         loss.astype(dtype),

@@ -33,7 +33,7 @@ from xentlib.jax.derivatives import (
     wanted,
 )
 from xentlib.jax.head import unwrapped
-from xentlib.jax.losses.loss import scale_gradients, token_weights
+from xentlib.jax.losses.loss import reduced, scale_gradients, token_weights
 from xentlib.jax.micro_batch import labelled
 from xentlib.jax.placement import run, whole_rows
 from xentlib.nll import OUTPUTS, NLLOutput
@@ -116,13 +116,12 @@ def nll_forward(
     # 9. Reduce
     loss_N, z_loss_N, logprob_N, entropy_N, lse_N, correct_N, predicted_N = unpack(own, per_token)
     predicted_N = jnp.where(valid_N & ~own.tokens.bad, predicted_N, -1.0)
-    sums = jnp.stack([(loss_N * weights_N).sum(), (z_loss_N * weights_N).sum()])
-    loss, z_loss = of_all_tokens(options, sums)
+    loss, z_loss = reduced(options, weights_N, divisor, loss_N, z_loss_N)
     output = NLLOutput(
-        (loss / divisor).astype(options.output_dtype),
+        loss.astype(options.output_dtype),
         count,
         weight_sum.astype(options.output_dtype),
-        (z_loss / divisor).astype(options.output_dtype),
+        z_loss.astype(options.output_dtype),
         logprob_N.astype(options.output_dtype),
         entropy_N.astype(options.output_dtype),
         lse_N.astype(options.output_dtype),

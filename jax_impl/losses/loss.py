@@ -53,6 +53,15 @@ def token_weights(
     return weights_N, weight_sum, jnp.where(nothing, 1.0, divisor)
 
 
+def reduced(
+    options: Options, weights_N: jax.Array, divisor: jax.Array, *values_N: jax.Array
+) -> list[jax.Array]:
+    """Step 9, of all tokens and in one sum over their devices: sum_i w_i value_i / D. Of a token
+    alone and in dz the factor is w_i (1 / D)."""
+    sums = of_all_tokens(options, jnp.stack([(x * weights_N).sum() for x in values_N]))
+    return [x / divisor for x in sums]
+
+
 def in_chunks(logits: ChunkedLogits, numbers: T) -> T:
     """[..., M + 1] of numbers [..., N], in the order of the chunks' rows."""
 

@@ -38,6 +38,7 @@ from xentlib.jax.derivatives import named
 from xentlib.jax.head import unwrapped
 from xentlib.jax.losses.classes import CLASSES, _classes_vjp, check_values, row_sums
 from xentlib.jax.losses.divergence import OF_STUDENT, REFUSED, _divergence_vjp
+from xentlib.jax.losses.loss import reduced, token_weights
 from xentlib.jax.losses.teacher import labels_for
 from xentlib.jax.micro_batch import labelled
 from xentlib.jax.placement import run
@@ -103,24 +104,17 @@ def top_k_flat(options: Options, arrays: Arrays) -> DivergenceOutput[Any]:
     if how.nll_weight:
         nll = -how.nll_weight * outputs.logprobs
     count = of_all_tokens(options, valid.sum(dtype=jnp.int32))
-    weights, weight_sum = valid.astype(compute), count.astype(compute)
-    if arrays.token_weights is not None:
-        weights = jnp.where(valid, arrays.token_weights.astype(compute), 0.0)
-        weight_sum = of_all_tokens(options, weights.sum())
-    divisor = weight_sum if options.mean else jnp.ones((), compute)
-    if arrays.denominator is not None:
-        divisor = arrays.denominator.astype(compute)
-    nothing = (count == 0) | ((weight_sum == 0) & (divisor == 0))
-    over = weights / jnp.where(nothing, 1.0, divisor)
-    loss, of_labels = (squared + nll) * over, (nll * over).sum()
-    total = loss if how.each else of_all_tokens(options, loss.sum())
+    weights, weight_sum, divisor = token_weights(options, arrays, valid, count)
+    loss, nll_sum = reduced(options, weights, divisor, squared + nll, nll)
+    if how.each:
+        loss = (squared + nll) * (weights * (1.0 / divisor))
     dtype = options.output_dtype
     entropy = outputs.entropy
     return DivergenceOutput(
-        total.astype(dtype),
+        loss.astype(dtype),
         count,
         weight_sum.astype(dtype),
-        of_all_tokens(options, of_labels).astype(dtype),
+        nll_sum.astype(dtype),
         value.astype(dtype),
         jnp.where(valid, outputs.logprobs, 0.0).astype(dtype),
         None if entropy is None else jnp.where(valid, entropy, 0.0).astype(dtype),

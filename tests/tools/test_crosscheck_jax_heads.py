@@ -163,9 +163,9 @@ def plant(monkeypatch: Any, kind: str, field: str, row: int) -> None:
     """On the second device of the vocabulary's axis, in that row of a gradient of the head."""
     import xentlib.jax.losses.index as module
 
-    right = module.nll_backward
+    right = module.scale_gradients
 
-    def nll_backward(*given: Any) -> dict[str, Any]:
+    def scale_gradients(*given: Any) -> dict[str, Any]:
         values = right(*given)
         x = values[field]
         if kind == "all NaN":
@@ -179,7 +179,7 @@ def plant(monkeypatch: Any, kind: str, field: str, row: int) -> None:
         second = jax.lax.axis_index("tp") == 1
         return {**values, field: jnp.where(second, wrong, x)}
 
-    monkeypatch.setattr(module, "nll_backward", nll_backward)
+    monkeypatch.setattr(module, "scale_gradients", scale_gradients)
     jax.clear_caches()
 
 

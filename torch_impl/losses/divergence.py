@@ -42,6 +42,7 @@ from xentlib.torch.losses.loss import (
     as_inputs,
     check_consistent,
     recompute,
+    reduced,
     refused_divisor,
     save_gradients,
     saved_gradients,
@@ -92,12 +93,12 @@ def divergence_forward(
     refused = refused_divisor(call, loss)
     of_loss = loss.terms(loss.function, teacher.form, refused)
     loop = HeadLoop(in_halves(call), of_loss, made=kernels_of(call, loss))
-    weights_N, weight_sum, divisor = token_weights(loop, loss)
-    loss_weights = weights_N / divisor
+    weights_N, weight_sum, divisor = token_weights(loss, loop.own.valid, loop.compute_dtype)
+    own_factor_N = weights_N * (1.0 / divisor)
     squared_N = torch.ones_like(weights_N)
     if loss.squared and call.temperature is not None:
         squared_N = squared_N * call.temperature.to(loop.compute_dtype).square()
-    factor_N = torch.where(loop.own.bad, torch.nan, loss_weights)
+    factor_N = torch.where(loop.own.bad, torch.nan, own_factor_N)
     probs = teacher.of_tokens(loop.compute_dtype)
     factor_N, squared_N, *of_labels = loop.chunks_of.exchange(factor_N, squared_N, *probs)
     teacher = teacher.of_chunks(of_labels)
@@ -115,13 +116,14 @@ def divergence_forward(
         check_labels(loop.labels, loop.tokens.bad, loop.ignore_index, loop.vocab.size)
     values_6N, residuals_7N = loop.chunks_of.local(values).tensor_split([len(VALUES)])
     own_6N = loop.own.clean(values_6N)
-    loss_N, nll_N = own_6N[0] * loss_weights, own_6N[1] * loss_weights
+    loss_N, nll_N = own_6N[:2]
+    total = loss_N * own_factor_N if loss.each else reduced(loss_N, weights_N, divisor)
     of_token = [x.to(loss.output_dtype, copy=True) for x in own_6N[2:]]
     output = DivergenceOutput(
-        loss_N.to(loss.output_dtype) if loss.each else loss_N.sum().to(loss.output_dtype),
+        total.to(loss.output_dtype),
         loop.own.valid.sum(),
         weight_sum.to(loss.output_dtype),
-        nll_N.sum().to(loss.output_dtype),
+        reduced(nll_N, weights_N, divisor).to(loss.output_dtype),
         *of_token,
     )
     return output, residuals_7N.clone(), gradients, loop.own.valid

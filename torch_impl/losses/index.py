@@ -29,6 +29,7 @@ from xentlib.torch.core.stats import all_stats, at_rows, chunk_stats
 from xentlib.torch.core.tokens import Selected, target_info
 from xentlib.torch.losses.loss import (
     check_consistent,
+    reduced,
     refused_divisor,
     save_gradients,
     saved_gradients,
@@ -119,7 +120,10 @@ def nll_forward(call: HeadCall, loss: Loss) -> tuple[NLLOutput[Tensor], Gradient
     needs, mean = loss.needs, loss.mean and loss.denominator is None
     refused, outputs = refused_divisor(call, loss), loss.entropy + 2.0 * loss.predicted
     loop = HeadLoop(call, Terms("chunked_nll", needs, outputs, loss.class_weights, refused, mean))
-    weights_N, weight_sum, divisor = token_weights(loop, loss)
+    of_class_N = None if loss.class_weights is None else target_info(loop, slice(None)).weight
+    weights_N, weight_sum, divisor = token_weights(
+        loss, loop.own.valid, loop.compute_dtype, of_class_N
+    )
     factor_N = torch.where(loop.own.bad, torch.nan, weights_N * (1.0 / divisor))
     (factor_N,) = loop.chunks_of.exchange(factor_N)
     exponent = power_of_two(call.gemm_dtype, factor_N)
@@ -134,11 +138,11 @@ def nll_forward(call: HeadCall, loss: Loss) -> tuple[NLLOutput[Tensor], Gradient
     if refused is not None:
         CALLS.refuse("denominator", value=refused)
     values_7N = loop.chunks_of.local(values_7N)
-    output = reduced(loop.own, values_7N, weights_N, weight_sum, divisor, loss)
+    output = outputs_of(loop.own, values_7N, weights_N, weight_sum, divisor, loss)
     return output, gradients, loop.own.valid
 
 
-def reduced(
+def outputs_of(
     own: Selected,
     per_token_7N: Tensor,
     weights_N: Tensor,
@@ -151,10 +155,10 @@ def reduced(
     loss_N, z_loss_N, logprob_N, entropy_N, lse_N, correct_N, predicted_N = own.clean(per_token_7N)
     predicted_N = torch.where(own.valid & ~own.bad, predicted_N, -1.0)
     return NLLOutput(
-        ((loss_N * weights_N).sum() / divisor).to(output_dtype),
+        reduced(loss_N, weights_N, divisor).to(output_dtype),
         own.valid.sum(),
         weight_sum.to(output_dtype),
-        ((z_loss_N * weights_N).sum() / divisor).to(output_dtype),
+        reduced(z_loss_N, weights_N, divisor).to(output_dtype),
         logprob_N.to(output_dtype, copy=True),
         entropy_N.to(output_dtype, copy=True),
         lse_N.to(output_dtype, copy=True),

@@ -7,7 +7,7 @@ Shapes: N tokens, K numbers of each, B rows of a block.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -19,7 +19,7 @@ from xentlib.torch.core.gemm import power_of_two
 from xentlib.torch.core.gradients import Gradients, rounded, same_upstream
 from xentlib.torch.core.kernels import LogitsBlock, kernels_for
 from xentlib.torch.core.loop import HeadLoop, Objective, Out, run
-from xentlib.torch.core.tokens import counted, target_info
+from xentlib.torch.core.tokens import counted
 from xentlib.torch.operators import (
     DIFFERENTIATED,
     HeadCall,
@@ -49,26 +49,43 @@ class Weights(Protocol):
 NUM_SAVED = 1 + len(DIFFERENTIATED)
 
 
-def token_weights(loop: HeadLoop, loss: Weights) -> tuple[Tensor, Tensor, Tensor]:
+class Weighting(NamedTuple):
+    """What tokens count for, of a loss without a loop."""
+
+    token_weights: Tensor | None
+    denominator: Tensor | None
+    mean: bool
+
+
+def token_weights(
+    loss: Weights | Weighting,
+    valid_N: Tensor,
+    dtype: torch.dtype,
+    of_class_N: Tensor | float | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
     """[N] weights of this rank's tokens, 0 where one does not count; their sum, with those of the
     classes; and what the loss is divided by."""
-    valid_N = loop.own.valid
-    weights_N = torch.ones(valid_N.shape, **loop.like)
+    weights_N = torch.ones(valid_N.shape, dtype=dtype, device=valid_N.device)
     if loss.token_weights is not None:
-        weights_N = loss.token_weights.to(loop.compute_dtype)
+        weights_N = loss.token_weights.to(dtype)
     weights_N = torch.where(valid_N, weights_N, 0.0)
     total_valid = valid_N.sum()
-    weight_sum = total_valid.to(loop.compute_dtype)
-    if loss.token_weights is not None or loss.class_weights is not None:
-        of_class_N = 1.0 if loss.class_weights is None else target_info(loop, slice(None)).weight
+    weight_sum = total_valid.to(dtype)
+    if loss.token_weights is not None or of_class_N is not None:
+        of_class_N = 1.0 if of_class_N is None else of_class_N
         weight_sum = torch.where(valid_N, weights_N * of_class_N, 0.0).sum()
     if loss.denominator is not None:
-        divisor = loss.denominator.to(loop.compute_dtype)
+        divisor = loss.denominator.to(dtype)
     else:
-        divisor = weight_sum if loss.mean else torch.ones((), **loop.like)
+        divisor = weight_sum if loss.mean else torch.ones_like(weight_sum)
     # An all-masked window has nothing to divide; a zero weight sum would turn 0 into NaN.
     nothing = (total_valid == 0) | ((weight_sum == 0) & (divisor == 0))
     return weights_N, weight_sum, torch.where(nothing, 1.0, divisor)
+
+
+def reduced(value_N: Tensor, weights_N: Tensor, divisor: Tensor) -> Tensor:
+    """Step 9: sum_i w_i value_i / D. Of a token alone and in dz the factor is w_i (1 / D)."""
+    return (value_N * weights_N).sum() / divisor
 
 
 def check_consistent(loop: HeadLoop, loss: Weights, divisor: Tensor) -> None:

@@ -30,6 +30,7 @@ from xentlib.torch.core.classes import CLASSES
 from xentlib.torch.core.device import host_readable, onto
 from xentlib.torch.losses.classes import FewClasses, class_results
 from xentlib.torch.losses.divergence import logits_divergence
+from xentlib.torch.losses.loss import Weighting, reduced, token_weights
 from xentlib.torch.micro_batch import label_loss
 from xentlib.torch.operators import not_differentiable, without_gradient
 
@@ -83,7 +84,7 @@ def top_k_divergence(given: DivergenceArguments, student: Arguments) -> Divergen
     if given.temperature_squared and call.temperature is not None:
         loss_N = value * call.temperature.to(value.dtype).square()
     nll_N = -given.nll_weight * logprob if given.nll_weight else torch.zeros_like(value)
-    return reduced(
+    return output_of(
         given, call, problem, valid, (loss_N + nll_N, nll_N), (value, logprob, entropies)
     )
 
@@ -116,7 +117,7 @@ def left_over(log_q: Tensor) -> Tensor:
     return (1.0 - log_q.double().exp().sum(1)).to(log_q.dtype)
 
 
-def reduced(
+def output_of(
     given: DivergenceArguments,
     call: Any,
     problem: Any,
@@ -126,22 +127,16 @@ def reduced(
 ) -> DivergenceOutput[Tensor]:
     """The loss of tokens [N], and what the result has beside it."""
     dtype, leading = getattr(torch, problem.output_dtype), problem.leading
-    weights = tokens(given.token_weights)
-    weights = torch.ones_like(losses[0]) if weights is None else weights.to(losses[0].dtype)
-    weights = torch.where(valid, weights, 0.0)
-    weight_sum = weights.sum()
-    divisor = as_tensor(given.denominator, None, call.hidden, call.compute_dtype)
-    if divisor is None and given.reduction == "mean":
-        divisor = weight_sum
-    over = weights
-    if divisor is not None:
-        # Nothing to divide; a zero weight sum would turn 0 into NaN.
-        nothing = ~valid.any() | ((weight_sum == 0) & (divisor == 0))
-        over = weights / torch.where(nothing, torch.ones_like(divisor), divisor)
-    loss_N, nll_N = (x * over for x in losses)
-    num_tokens, each = valid.sum(), given.reduction == "none"
-    total = with_leading(loss_N.to(dtype), leading) if each else loss_N.sum().to(dtype)
-    nll = nll_N.detach().sum().to(dtype)
+    denominator = as_tensor(given.denominator, None, call.hidden, call.compute_dtype)
+    each, mean = given.reduction == "none", given.reduction == "mean"
+    weighting = Weighting(tokens(given.token_weights), denominator, mean)
+    weights, weight_sum, divisor = token_weights(weighting, valid, losses[0].dtype)
+    if denominator is None and mean:
+        denominator = weight_sum
+    num_tokens, (loss_N, nll_N) = valid.sum(), losses
+    total = loss_N * (weights * (1.0 / divisor)) if each else reduced(loss_N, weights, divisor)
+    total = with_leading(total.to(dtype), leading) if each else total.to(dtype)
+    nll = reduced(nll_N.detach(), weights, divisor).to(dtype)
     if given.nll_weight:
         nll = without_gradient("nll", nll, call.leaves, FUNCTION)
     divergence, logprobs, entropies = (x.detach() for x in per_token)
@@ -151,7 +146,7 @@ def reduced(
         x = with_leading(torch.where(valid, made[name], 0.0).to(dtype), leading)
         named[name] = without_gradient(name, x, call.leaves, FUNCTION)
     if not each:
-        label_loss(total, num_tokens, weight_sum.to(dtype), divisor)
+        label_loss(total, num_tokens, weight_sum.to(dtype), denominator)
     return DivergenceOutput(
-        total, num_tokens, weight_sum.to(dtype), nll, **named, denominator=divisor
+        total, num_tokens, weight_sum.to(dtype), nll, **named, denominator=denominator
     )
