@@ -21,7 +21,7 @@ from xentlib.torch import (  # noqa: E402
     vocab_parallel_divergence,
     vocab_parallel_logprobs,
 )
-from xentlib.torch.operators import Operator, flattened  # noqa: E402
+from xentlib.torch.operators import Operator, flatten  # noqa: E402
 
 CHECKS = ("test_schema", "test_autograd_registration", "test_faketensor")
 N, V, H = 9, 13, 5
@@ -105,7 +105,7 @@ def test_opcheck(monkeypatch: Any, name: str) -> None:
     real = Operator.__call__
 
     def call(self: Operator, *parts: Any) -> Any:
-        reached.append((self, flattened(parts)))
+        reached.append((self, flatten(parts, self.layouts)))
         return real(self, *parts)
 
     monkeypatch.setattr(Operator, "__call__", call)

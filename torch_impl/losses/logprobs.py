@@ -122,22 +122,20 @@ def logprobs_backward(upstream: Cotangents, call: HeadCall, values: Values) -> G
         again = SoftRecompute(loop, values.labels, upstream)
         g_3N = clean_upstream(loop.own, upstream, call.compute_dtype)
         return recompute(call, loop, again, g_3N, needs)
-    residuals, loop = Residuals(*upstream.residuals), HeadLoop(call, terms)
+    loop = HeadLoop(call, terms)
     entropy = loop.chunks_of.d_entropy  # of the tokens of any rank
     smoothing, vocab_size = call.scalars.label_smoothing, loop.vocab.size
 
-    cleaned_3N = clean_upstream(loop.own, upstream, call.compute_dtype)
-    *kept, g_logprob, g_entropy, g_lse = loop.chunks_of.exchange(*residuals, *cleaned_3N)
-    residuals = Residuals(*kept)
+    g_3N = clean_upstream(loop.own, upstream, call.compute_dtype)
+    residuals_4N, g_3N = loop.chunks_of.exchange(upstream.residuals, g_3N)
 
     def dz_of(g_3B: Tensor, places: slice | Tensor) -> Coefficients:
-        of_rows = Residuals(*(x[places] for x in residuals))
+        of_rows = Residuals(*residuals_4N[:, places])
         return coefficients(
             g_3B, of_rows, entropy=entropy, smoothing=smoothing, vocab_size=vocab_size
         )
 
-    g_3N = torch.stack((g_logprob, g_entropy, g_lse))
-    return recompute(call, loop, Recompute(residuals.lse, dz_of), g_3N, needs)
+    return recompute(call, loop, Recompute(residuals_4N[0], dz_of), g_3N, needs)
 
 
 def clean_upstream(own: Selected, upstream: Cotangents, dtype: torch.dtype) -> Tensor:

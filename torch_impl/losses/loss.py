@@ -239,7 +239,9 @@ def recompute(
 ) -> Gradients:
     """Gradients of a head in the compute dtype, by a backward whose `factor` [N] or [K, N] bounds
     dz."""
-    exponent = power_of_two(call.gemm_dtype, factor.abs().sum(0) if factor.ndim > 1 else factor)
+    exponent = None
+    if call.gemm_dtype == torch.float16:
+        exponent = power_of_two(call.gemm_dtype, factor.abs().sum(0) if factor.ndim > 1 else factor)
     if exponent is not None:
         factor = torch.ldexp(factor, exponent)
     _, gradients = run(loop, objective, factor, needs, exponent)
