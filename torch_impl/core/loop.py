@@ -205,6 +205,7 @@ class Objective:
         return self.logits.kernels()
 
     def units(self, chunk: Chunk) -> Iterator[Any]:
+        """Of a chunk, whose statistics have been exchanged where all its blocks' are at once."""
         return self.logits.blocks(chunk)
 
     def step(self, unit: Any, kernels: Any, out: Out) -> None:
@@ -229,8 +230,9 @@ def run(
         objective.start(logits)
         out = Out(values, factor, block_sums, needs_dz)
         for chunk in objective.chunks():
-            kernels = objective.kernels()
-            for unit in objective.units(chunk):
+            units = objective.units(chunk)
+            kernels = objective.kernels()  # not beside the scratch of a chunk's statistics
+            for unit in units:
                 objective.step(unit, kernels, out)
             del kernels  # whose scratch the products' own takes the place of
             block_sums.add(chunk)

@@ -74,8 +74,7 @@ class IndexLabels(Objective):
         of_chunk = None
         if self.when == "each chunk":
             of_chunk = chunk_stats(self.logits, chunk, self.wanted)
-        for rows in self.logits.blocks(chunk, fresh=of_chunk is None):
-            yield rows, of_chunk
+        return ((rows, of_chunk) for rows in self.logits.blocks(chunk, fresh=of_chunk is None))
 
     def step(self, unit: tuple[LogitsBlock, TokenStats | None], kernels: Any, out: Out) -> None:
         rows, of_chunk = unit
