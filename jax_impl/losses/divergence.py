@@ -55,6 +55,7 @@ from xentlib.pairs import DzTerms
 from xentlib.soft_labels import SOFT_LABELS
 from xentlib.teacher import TeacherTopK
 
+FUNCTION = "chunked_divergence"
 REFUSED = ("nll", *DIVERGENCE_OUTPUTS)  # results without a derivative
 VALUES = ("loss", "nll", "divergence", "logprobs", "entropy", "teacher_entropy")
 
@@ -304,17 +305,25 @@ def head_divergence(given: DivergenceArguments) -> DivergenceOutput[Any]:
     )
     options = options._replace(scalars=scalars, entropy="entropy" in names, divergence=how)
     result = placed_divergence(options, arrays._replace(teacher=teacher), each)
+    return output_of(given, result, arrays.denominator)
+
+
+def output_of(
+    given: DivergenceArguments, result: DivergenceOutput[Any], denominator: jax.Array | None
+) -> DivergenceOutput[Any]:
+    """What a call returns: the outputs that it asks for, of which the loss alone has a derivative,
+    and what the loss was divided by."""
+    names, divisor = given.outputs, denominator
     absent: dict[str, Any] = {name: None for name in DIVERGENCE_OUTPUTS if name not in names}
-    divisor = arrays.denominator
-    if divisor is None and options.mean:
+    if divisor is None and given.reduction == "mean":
         divisor = result.weight_sum
     result = result._replace(**absent, denominator=divisor)
     constant: DivergenceOutput[Any] = jax.tree.map(lax.stop_gradient, result)
     dependent = {x: y for x in REFUSED if (y := getattr(result, x)) is not None}
     if not given.nll_weight:
         del dependent["nll"]
-    out = constant._replace(loss=result.loss, **named(dependent, "chunked_divergence"))
-    return out if each else labelled(out, arrays.denominator)
+    out = constant._replace(loss=result.loss, **named(dependent, FUNCTION))
+    return out if given.reduction == "none" else labelled(out, denominator)
 
 
 def placed_divergence(options: Options, arrays: Arrays, each: bool) -> DivergenceOutput[Any]:

@@ -73,7 +73,7 @@ def in_chunks(logits: ChunkedLogits, numbers: T) -> T:
 
 
 def head_gradients(
-    own: ChunkedLogits,
+    local: ChunkedLogits,
     logits: ChunkedLogits,
     needs: Needs,
     numbers_M: Any,
@@ -82,7 +82,7 @@ def head_gradients(
     *used: Any,
 ) -> dict[str, jax.Array | None]:
     """By name, from logits that are computed again: `step(chunk, numbers_T, sums)` adds those of a
-    chunk. `own` before tokens were gathered; `exponent` is the power of two that dz carries."""
+    chunk. `local` before tokens were gathered; `exponent` is the power of two that dz carries."""
 
     def body(chunk: Chunk, sums: Gradients) -> Gradients:
         return step(chunk, at_rows(logits, chunk, numbers_M), sums)
@@ -91,7 +91,7 @@ def head_gradients(
     exchange = bool(logits.options.gathered)
     sums = over_chunks(logits, body, sums, used, numbers_M, exchange=exchange)
     gradients = sums.finished(logits, exponent)
-    return gradients.rounded(logits.options, own.tokens.valid, own.arrays.leaves)
+    return gradients.rounded(logits.options, local.tokens.valid, local.arrays.leaves)
 
 
 def logits_gradient(
@@ -99,14 +99,14 @@ def logits_gradient(
 ) -> dict[str, jax.Array | None]:
     """The same of precomputed logits, in their dtype: every row is written once, its target's
     column with it; `dz_of(chunk, numbers_T)`: [T, V]."""
-    given = logits.arrays.hidden
+    primal = logits.arrays.hidden
 
     def body(chunk: Chunk, d_logits: jax.Array) -> jax.Array:
         dz_TV = dz_of(chunk, at_rows(logits, chunk, numbers_M))
-        return put_dz(logits, chunk, d_logits, round_to(dz_TV, given.dtype.name))
+        return put_dz(logits, chunk, d_logits, round_to(dz_TV, primal.dtype.name))
 
-    d_logits = over_chunks(logits, body, as_bits(jnp.zeros_like(given)), used, numbers_M)
-    return {"hidden": as_primal(from_bits(d_logits, given), given)}
+    d_logits = over_chunks(logits, body, as_bits(jnp.zeros_like(primal)), used, numbers_M)
+    return {"hidden": as_primal(from_bits(d_logits, primal), primal)}
 
 
 def dz_with_target(

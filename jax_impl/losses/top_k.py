@@ -34,15 +34,12 @@ from xentlib.jax.core.call import (
     of_all_tokens,
 )
 from xentlib.jax.core.tokens import valid_tokens, widen_labels
-from xentlib.jax.derivatives import named
 from xentlib.jax.head import unwrapped
 from xentlib.jax.losses.classes import CLASSES, _classes_vjp, check_values, row_sums
-from xentlib.jax.losses.divergence import OF_STUDENT, REFUSED, _divergence_vjp
+from xentlib.jax.losses.divergence import OF_STUDENT, _divergence_vjp, output_of
 from xentlib.jax.losses.loss import reduced, token_weights
 from xentlib.jax.losses.teacher import labels_for
-from xentlib.jax.micro_batch import labelled
 from xentlib.jax.placement import run
-from xentlib.options import DIVERGENCE_OUTPUTS
 from xentlib.teacher import TeacherTopK
 from xentlib.top_k import TopK
 
@@ -151,17 +148,7 @@ def top_k_divergence(given: DivergenceArguments) -> DivergenceOutput[Any]:
     entropy = True if options.entropy else None
     outputs = DivergenceOutput(each, False, False, False, True, True, entropy)
     result: DivergenceOutput[Any] = run(_top_k_jit, options, arrays, outputs)
-    absent: dict[str, Any] = {name: None for name in DIVERGENCE_OUTPUTS if name not in names}
-    divisor = arrays.denominator
-    if divisor is None and options.mean:
-        divisor = result.weight_sum
-    result = result._replace(**absent, denominator=divisor)
-    constant: DivergenceOutput[Any] = jax.tree.map(lax.stop_gradient, result)
-    dependent = {x: y for x in REFUSED if (y := getattr(result, x)) is not None}
-    if not given.nll_weight:
-        del dependent["nll"]
-    out = constant._replace(loss=result.loss, **named(dependent, "chunked_divergence"))
-    return out if each else labelled(out, arrays.denominator)
+    return output_of(given, result, arrays.denominator)
 
 
 def check_temperatures(call: Any, stored: Any) -> None:
