@@ -27,10 +27,15 @@ AS_GIVEN = ("hidden", "weight", "labels", "bias", "where", "token_weights", "cla
 
 
 def bind(
-    given: Arguments, place: Placement | None = None, *, recompute: bool = False
+    given: Arguments,
+    place: Placement | None = None,
+    *,
+    recompute: bool = False,
+    scalars: Scalars | None = None,
 ) -> tuple[Options, Arrays]:
     """A call of a head's function; of `NLLHead`, which knows where its arrays are. `recompute`: its
-    backward reads the head's values again."""
+    backward reads the head's values again. `scalars`: of a function with more of them than `given`
+    has."""
     check_reduction(given)
     given = Arguments(*map(unwrapped, map(plain, given)))
     only_arrays(**given._asdict())
@@ -70,7 +75,7 @@ def bind(
     target = target_of(hidden, weight)
     options = Options(
         ignore_index=given.ignore_index,
-        scalars=numbers_of(given),
+        scalars=scalars or scalars_of(given),
         mean=given.reduction == "mean",
         entropy=given.entropy or "entropy" in given.outputs,
         predicted="predicted" in given.outputs,
@@ -100,7 +105,7 @@ def bind(
     return options, arrays
 
 
-def bind_logits(given: LogitsArguments) -> tuple[Options, Arrays]:
+def bind_logits(given: LogitsArguments, scalars: Scalars | None = None) -> tuple[Options, Arrays]:
     """The same of a function of given logits."""
     given = LogitsArguments(*map(unwrapped, map(plain, given)))
     only_arrays(**given._asdict())
@@ -116,7 +121,7 @@ def bind_logits(given: LogitsArguments) -> tuple[Options, Arrays]:
     target = target_of(logits)
     options = Options(
         ignore_index=given.ignore_index,
-        scalars=numbers_of(given),
+        scalars=scalars or scalars_of(given),
         entropy=given.entropy,
         gemm_dtype=str(logits.dtype),
         compute_dtype=problem.compute_dtype,
@@ -135,8 +140,9 @@ def bind_logits(given: LogitsArguments) -> tuple[Options, Arrays]:
     return options, arrays
 
 
-def numbers_of(given: Arguments | LogitsArguments) -> Scalars:
-    """What a trace may depend on; an array, and what the function does not have, at its default."""
-    values = {name: getattr(given, name, None) for name in Scalars._fields}
+def scalars_of(args: Any) -> Scalars:
+    """The numbers among the arguments of any function, which a trace may depend on; an array, and
+    what the function does not have, at its default."""
+    values = {name: getattr(args, name, None) for name in Scalars._fields}
     numbers = {x: y for x, y in values.items() if y is not None and not is_array(y)}
     return Scalars(**{name: float(number) for name, number in numbers.items()})

@@ -37,10 +37,14 @@ LEAVES = ("hidden", "weight", "bias", "logits")
 
 
 def bind(
-    function: str, given: Arguments, local: RowLayout | None = None
+    function: str,
+    given: Arguments,
+    local: RowLayout | None = None,
+    scalars: Scalars | None = None,
 ) -> tuple[Arguments, NLLProblem, HeadCall]:
     """A call of a head's function as this rank has it, its sizes, and what an operator takes.
-    `local`: where the rows belong, if a wrapper has sharded the head and they stay there."""
+    `local`: where the rows belong, if a wrapper has sharded the head and they stay there.
+    `scalars`: of a function with more of them than `given` has."""
     given, low = split_lora(Arguments(*map(plain, given)))
     if local is not None:  # it says who has the other rows
         given = replaced(given, vocab_parallel=None)
@@ -74,7 +78,7 @@ def bind(
         logit_scale=as_tensor(given.logit_scale, 1.0, hidden, compute),
         temperature=tokens(as_tensor(given.temperature, 1.0, hidden, compute)),
         ignore_index=given.ignore_index,
-        scalars=scalars_of(given),
+        scalars=scalars or scalars_of(given),
         gemm_dtype=gemm,
         compute_dtype=compute,
         chunk_bytes=given.max_chunk_bytes or 0,
@@ -91,7 +95,7 @@ def bind(
 
 
 def bind_logits(
-    function: str, given: LogitsArguments
+    function: str, given: LogitsArguments, scalars: Scalars | None = None
 ) -> tuple[LogitsArguments, LogitsProblem, HeadCall]:
     """The same of a function of given logits."""
     only_tensors(**given._asdict())
@@ -114,7 +118,7 @@ def bind_logits(
         logit_scale=None,
         temperature=tokens(as_tensor(given.temperature, 1.0, logits, compute)),
         ignore_index=given.ignore_index,
-        scalars=scalars_of(given),
+        scalars=scalars or scalars_of(given),
         gemm_dtype=compute,  # of no product
         compute_dtype=compute,
         chunk_bytes=given.max_chunk_bytes or 0,
@@ -125,11 +129,11 @@ def bind_logits(
     return given, problem, call
 
 
-def scalars_of(given: Arguments | LogitsArguments) -> Scalars:
-    """What the host reads, and what the function does not have at its default."""
+def scalars_of(args: Any) -> Scalars:
+    """The numbers among the arguments of any function; what it does not have is at its default."""
     numbers: dict[str, Any] = {}
     for name in Scalars._fields:
-        value = getattr(given, name, Scalars._field_defaults[name])
+        value = getattr(args, name, Scalars._field_defaults[name])
         numbers[name] = None if value is None else float(value)
     return Scalars(**numbers)
 

@@ -65,11 +65,9 @@ class TopKOptions(NamedTuple):
     """What a divergence from a teacher's most probable classes adds."""
 
     kind: str
-    beta: float | None
     tail: str
     squared: bool
     each: bool
-    nll_weight: float
 
 
 class DivergenceOptions(NamedTuple):

@@ -29,7 +29,7 @@ from xentlib.checks.divergence import (
 from xentlib.checks.validators import plain
 from xentlib.divergence import DivergenceOutput
 from xentlib.jax.array_spec import only_arrays
-from xentlib.jax.binding import bind, bind_logits
+from xentlib.jax.binding import bind, bind_logits, scalars_of
 from xentlib.jax.core.call import Arrays, DivergenceOptions, Options, as_gradients, of_all_tokens
 from xentlib.jax.core.gradients import Gradients, add_products, power_of_two
 from xentlib.jax.core.logits import Chunk, ChunkedLogits, chunked_logits, scaled
@@ -293,17 +293,17 @@ def head_divergence(given: DivergenceArguments) -> DivergenceOutput[Any]:
     fields = {name: getattr(given, name) for name in OF_STUDENT}
     each = given.reduction == "none"
     fields["reduction"] = "sum" if each else given.reduction
-    options, arrays = bind(Arguments(labels=given.labels, **fields), recompute=each)
+    student = Arguments(labels=given.labels, **fields)
+    options, arrays = bind(student, recompute=each, scalars=scalars_of(given))
     with of_teacher():
         of_head, teacher = bind_teacher(given, options, arrays)
     if given.vocab == "intersect":
         arrays, of_head, teacher = of_both(options, arrays, of_head, teacher)
-    scalars = options.scalars._replace(beta=given.beta, nll_weight=float(given.nll_weight))
     names = given.outputs
     how = DivergenceOptions(
         given.kind, given.temperature_squared, each, "teacher_entropy" in names, of_head
     )
-    options = options._replace(scalars=scalars, entropy="entropy" in names, divergence=how)
+    options = options._replace(entropy="entropy" in names, divergence=how)
     result = placed_divergence(options, arrays._replace(teacher=teacher), each)
     return output_of(given, result, arrays.denominator)
 
@@ -343,13 +343,12 @@ def logits_divergence(given: GivenDivergenceArguments) -> DivergenceOutput[jax.A
     names = [x for x in LogitsArguments._fields if x in GivenDivergenceArguments._fields]
     fields = {name: getattr(given, name) for name in names}
     of_logits = LogitsArguments(labels=labels_for(given.logits, None), **fields)
-    options, arrays = bind_logits(of_logits)
+    options, arrays = bind_logits(of_logits, scalars_of(given))
     with of_teacher():
         columns = given.logits.shape[-1]
         own, teacher = given_teacher(given.teacher, of_logits, "logits", options, columns)
     how = DivergenceOptions(given.kind, False, True, False, own)
-    scalars = options.scalars._replace(beta=given.beta)
-    options = options._replace(scalars=scalars, divergence=how)
+    options = options._replace(divergence=how)
     result = placed_divergence(options, arrays._replace(teacher=teacher), True)
     constant = jax.tree.map(lax.stop_gradient, (result.num_tokens, result.weight_sum, result.nll))
     return DivergenceOutput(result.loss, *constant)

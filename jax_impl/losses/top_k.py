@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from xentlib.arguments import Arguments, DivergenceArguments
+from xentlib.arguments import SCALARS, Arguments, DivergenceArguments, Scalars
 from xentlib.checks.classes import check_classes
 from xentlib.checks.divergence import (
     check_logprobs,
@@ -24,7 +24,7 @@ from xentlib.checks.divergence import (
 from xentlib.checks.soft_labels import check_none
 from xentlib.divergence import DivergenceOutput
 from xentlib.jax.array_spec import array, array_spec, concrete_on_cpu, only_arrays
-from xentlib.jax.binding import bind
+from xentlib.jax.binding import bind, scalars_of
 from xentlib.jax.core.algebra import exp
 from xentlib.jax.core.call import (
     Arrays,
@@ -50,7 +50,9 @@ def of_few(options: Options, own: jax.Array, other: jax.Array, valid: jax.Array)
     plain = Options(-1, dtype, dtype, dtype, options.chunk_bytes, options.platform)
     labels = jnp.zeros(valid.shape, jnp.int32)
     beside = DivergenceOptions(how.kind, False, True, False, plain)
-    few = plain._replace(divergence=beside, scalars=plain.scalars._replace(beta=how.beta))
+    names = SCALARS["vocab_parallel_divergence"]
+    scalars = Scalars(**{name: getattr(options.scalars, name) for name in names})
+    few = plain._replace(divergence=beside, scalars=scalars)
     teacher = Arrays(hidden=lax.stop_gradient(other), labels=labels, where=valid)
     result: jax.Array = _divergence_vjp(few, Arrays(own, labels, where=valid, teacher=teacher)).loss
     return result
@@ -98,8 +100,8 @@ def top_k_flat(options: Options, arrays: Arrays) -> DivergenceOutput[Any]:
     if how.squared and arrays.temperature is not None:
         squared = value * jnp.square(arrays.temperature.astype(compute))
     nll = jnp.zeros_like(value)
-    if how.nll_weight:
-        nll = -how.nll_weight * outputs.logprobs
+    if options.scalars.nll_weight:
+        nll = -options.scalars.nll_weight * outputs.logprobs
     count = of_all_tokens(options, valid.sum(dtype=jnp.int32))
     weights, weight_sum, divisor = token_weights(options, arrays, valid, count)
     loss, nll_sum = reduced(options, weights, divisor, squared + nll, nll)
@@ -135,14 +137,13 @@ def top_k_divergence(given: DivergenceArguments) -> DivergenceOutput[Any]:
     each, names = given.reduction == "none", given.outputs
     fields |= {"reduction": "sum" if each else given.reduction, "entropy": "entropy" in names}
     student = Arguments(labels=labels_for(given.hidden, given.labels), **fields)
-    options, arrays = bind(student, recompute=True)
+    options, arrays = bind(student, recompute=True, scalars=scalars_of(given))
     assert arrays.weight is not None
     columns = arrays.weight.shape[int(options.transposed)]
     classes = options.axis.vocab_size if options.axis else columns
     check_values(student._replace(ids=ids), classes)
     check_total(student, ids, logprobs)
-    weight, of_tail = float(given.nll_weight), (given.kind, given.beta, teacher.tail)
-    how = TopKOptions(*of_tail, given.temperature_squared, each, weight)
+    how = TopKOptions(given.kind, teacher.tail, given.temperature_squared, each)
     options = options._replace(divergence=how)
     arrays = arrays._replace(ids=array(ids), log_q=lax.stop_gradient(array(logprobs)))
     entropy = True if options.entropy else None

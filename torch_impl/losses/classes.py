@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from xentlib.algebra import WantedStats
-from xentlib.arguments import Arguments, LogitsArguments
+from xentlib.arguments import SCALARS, Arguments, LogitsArguments, Scalars
 from xentlib.checks.call import CALLS, NLLProblem, check_top_k
 from xentlib.checks.classes import KEPT, check_classes
 from xentlib.logprobs import LogprobOutput
@@ -45,6 +45,9 @@ from xentlib.torch.operators import (
 )
 from xentlib.torch.placement.head import with_head
 
+# The numbers of a divergence that is made of several classes, beside those of their logits
+OF_DIVERGENCE = [x for x in SCALARS["chunked_divergence"] if x not in SCALARS["chunked_logprobs"]]
+
 
 def kernels_of(call: HeadCall) -> type[Kernels]:
     """Triton's programs, where the device has them and can leave classes out: not where a softcap
@@ -71,8 +74,8 @@ def classes_forward(call: HeadCall, options: Options) -> tuple[Tensor, ...]:
         vocab.consistency.exact("gradient", needs[0] + 2.0 * needs[3])
         if not loop.gathered:
             vocab.consistency.close("denominator", options.denominator)
-            vocab.consistency.exact("beta", call.scalars.beta or 0.0)
-            vocab.consistency.exact("nll_weight", call.scalars.nll_weight)
+            for name in OF_DIVERGENCE:
+                vocab.consistency.exact(name, getattr(call.scalars, name) or 0.0)
             valid, weights = loop.tokens.valid, options.token_weights
             vocab.consistency.per_token("token_weights", weights, valid.shape[0])
             if options.teacher is not None:
@@ -207,22 +210,20 @@ class FewClasses(NamedTuple):
     """A divergence that is made of the results: what all ranks must have the same of it."""
 
     kind: float = 0.0
-    beta: float | None = None
-    nll_weight: float = 0.0
+    scalars: Scalars | None = None
     teacher: Tensor | None = None
 
 
 def class_results(given: Arguments, few: FewClasses | None = None) -> ClassResults:
     """Of a call with `kept`, `ids` or `top_k`."""
-    kind, beta, nll_weight, teacher = few or FewClasses()
+    kind, scalars, teacher = few or FewClasses()
 
     @with_head(recompute=True)
     def placed(given: Arguments, local: RowLayout | None = None) -> ClassResults:
-        given, problem, call = bind("chunked_logprobs", given, local)
+        given, problem, call = bind("chunked_logprobs", given, local, scalars)
         check_top_k(given.top_k, None if call.rows.group else problem.vocab_size)
         check_classes(*map(array_spec, (given.kept, given.ids, given.hidden)), source="hidden")
         call, kept_count = with_ids(given, call)
-        scalars = call.scalars._replace(beta=beta, nll_weight=nll_weight)
         options = Options(
             kept_count,
             given.entropy,
@@ -233,7 +234,6 @@ def class_results(given: Arguments, few: FewClasses | None = None) -> ClassResul
             kind,
             teacher,
         )
-        call = call._replace(scalars=scalars)
         made: list[Any] = [*class_op(call, options), problem, call, given]
         return ClassResults(*made)
 

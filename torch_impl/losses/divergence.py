@@ -31,7 +31,7 @@ from xentlib.divergence import DivergenceOutput
 from xentlib.options import DIVERGENCE_OUTPUTS
 from xentlib.teacher import TeacherTopK
 from xentlib.torch.array_spec import as_tensor, only_tensors, with_leading
-from xentlib.torch.binding import bind, bind_logits, tokens
+from xentlib.torch.binding import bind, bind_logits, scalars_of, tokens
 from xentlib.torch.core.gemm import power_of_two
 from xentlib.torch.core.gradients import Gradients, fake_gradients
 from xentlib.torch.core.loop import HeadLoop, run
@@ -269,9 +269,7 @@ def placed_divergence(
 ) -> DivergenceOutput[Tensor]:
     """With the student's head as this rank multiplies with it."""
     DIVERGING.require("stream", student.gather != "stream")
-    student, problem, call = bind(FUNCTION, student, local)
-    scalars = call.scalars._replace(beta=given.beta, nll_weight=float(given.nll_weight))
-    call = call._replace(scalars=scalars)
+    student, problem, call = bind(FUNCTION, student, local, scalars_of(given))
     divisor = as_tensor(given.denominator, None, call.hidden, call.compute_dtype)
     with ExitStack() as opened, of_teacher():
         teacher = teacher_call(given, student, call, problem, opened)
@@ -321,8 +319,7 @@ def logits_divergence(given: GivenDivergenceArguments) -> DivergenceOutput[Tenso
     fields = {name: getattr(given, name) for name in names}
     labels = labels_for(given.logits, None, given.where)
     of_logits = LogitsArguments(labels=labels, **fields)
-    bound, problem, call = bind_logits(LOGITS_FUNCTION, of_logits)
-    call = call._replace(scalars=call.scalars._replace(beta=given.beta))
+    bound, problem, call = bind_logits(LOGITS_FUNCTION, of_logits, scalars_of(given))
     with of_teacher():
         columns = None if call.rows.group else problem.columns
         teacher = given_teacher(given.teacher, bound, call, problem, columns)

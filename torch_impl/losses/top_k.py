@@ -11,7 +11,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from xentlib.arguments import Arguments, DivergenceArguments, GivenDivergenceArguments
+from xentlib.arguments import (
+    SCALARS,
+    Arguments,
+    DivergenceArguments,
+    GivenDivergenceArguments,
+)
 from xentlib.checks.classes import check_classes
 from xentlib.checks.divergence import (
     check_logprobs,
@@ -25,7 +30,7 @@ from xentlib.options import DIVERGENCE_OUTPUTS, DIVERGENCES, TAILS
 from xentlib.teacher import TeacherLogits, TeacherTopK
 from xentlib.top_k import TopK
 from xentlib.torch.array_spec import array_spec, as_tensor, only_tensors, with_leading
-from xentlib.torch.binding import tokens
+from xentlib.torch.binding import scalars_of, tokens
 from xentlib.torch.core.classes import CLASSES
 from xentlib.torch.core.device import host_readable, onto
 from xentlib.torch.losses.classes import FewClasses, class_results
@@ -35,6 +40,7 @@ from xentlib.torch.micro_batch import label_loss
 from xentlib.torch.operators import not_differentiable, without_gradient
 
 FUNCTION = "chunked_divergence"
+OF_FEW = ("kind", *SCALARS["vocab_parallel_divergence"])  # its options of two distributions
 
 
 def top_k_divergence(given: DivergenceArguments, student: Arguments) -> DivergenceOutput[Tensor]:
@@ -75,8 +81,9 @@ def top_k_divergence(given: DivergenceArguments, student: Arguments) -> Divergen
         value = few.dropped(given.kind, counts, ids_logprobs, log_q)
     else:
         own, other = few.logits(counts, ids_logprobs, tail, log_q)
+        options: dict[str, Any] = {name: getattr(given, name) for name in OF_FEW}
         of_few = GivenDivergenceArguments(
-            own, TeacherLogits(other.to(own.dtype)), given.kind, given.beta, where=valid
+            own, TeacherLogits(other.to(own.dtype)), where=valid, **options
         )
         value = logits_divergence(of_few).loss
     value = torch.where(valid, value * few.checked(counts, log_q), 0.0)
@@ -97,9 +104,7 @@ def few_classes(given: DivergenceArguments, teacher: TeacherTopK[Tensor]) -> Few
     more = 4 * mean + 2 * given.temperature_squared + (given.reduction == "none")
     probs = torch.where(teacher.ids >= 0, teacher.logprobs.detach().exp(), 0.0)
     number = 1.0 + kind + 8 * tail + 64 * more
-    return FewClasses(
-        number, given.beta, float(given.nll_weight), probs.reshape(-1, probs.shape[-1])
-    )
+    return FewClasses(number, scalars_of(given), probs.reshape(-1, probs.shape[-1]))
 
 
 def check_temperatures(call: Any, stored: Any) -> None:
