@@ -127,7 +127,7 @@ def layout_of(part: Any) -> Layout:
         if hasattr(kind, "_fields"):
             inner: Layout = layout_of(kind)
             segments.append((inner, inner.size))
-            names += inner.names
+            names += [(f"{name}_{field}", x) for field, x in inner.names]
             continue
         names.append((name, kind))
         if segments and segments[-1][0] is None:
@@ -167,7 +167,7 @@ def unflatten(values: Sequence[Any], layouts: Sequence[Layout]) -> list[Any]:
 
 class Operator:
     """An operator whose arguments are the fields of `parts`, NamedTuple classes, in their order; of
-    a field that is one again, its fields.
+    a field that is one again, its fields, named after both.
 
     It is called with its parts; `op`, with the fields, is what `torch.library.custom_op` makes. In
     eager nothing asks for it, and the call goes past it: its 40 arguments through PyTorch's

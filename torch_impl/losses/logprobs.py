@@ -59,10 +59,10 @@ class Values(NamedTuple):
     @property
     def labels(self) -> Any:
         """As a teacher."""
-        from xentlib.torch.losses.teacher import TeacherCall
+        from xentlib.torch.losses.teacher import probabilities
 
         assert self.probs is not None
-        return TeacherCall(self.probs, few=self.few)
+        return probabilities(self.probs, few=self.few)
 
 
 class Cotangents(NamedTuple):

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from xentlib.algebra import WantedStats
-from xentlib.arguments import Scalars
 from xentlib.checks.divergence import check_vocabulary
 from xentlib.pairs import DzTerms, PairSums
 from xentlib.soft_labels import SOFT_LABELS
@@ -184,11 +183,8 @@ def logits_values(
 ) -> tuple[HeadLoop, Tensor, Residuals]:
     """Of precomputed logits: the divergences [N], and what their backward needs. What shards
     exchange is of all tokens at once, and blocks are read again in between."""
-    other = call._replace(
-        hidden=teacher.teacher_hidden, temperature=teacher.teacher_temperature, scalars=Scalars()
-    )
     loops, known, made = [], [], kernels_of(call, loss)
-    for part in (call, other):
+    for part in (call, teacher.as_head_call(call)):
         loop = HeadLoop(part, Terms(LOGITS_FUNCTION), made=made)
         vocab = loop.check_consistent()
         if vocab is not None:

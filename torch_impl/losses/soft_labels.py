@@ -36,7 +36,7 @@ from xentlib.torch.core.stats import columns_of, over_shards
 from xentlib.torch.losses.divergence import RESULTS, divergence_op
 from xentlib.torch.losses.logprobs import LOGITS_FUNCTION, Values, logprobs_op
 from xentlib.torch.losses.paired import Loss, PairedRecompute
-from xentlib.torch.losses.teacher import KINDS, TeacherCall, labels_for, soft_logits
+from xentlib.torch.losses.teacher import KINDS, TeacherCall, labels_for, probabilities, soft_logits
 from xentlib.torch.micro_batch import label_loss
 from xentlib.torch.operators import (
     HeadCall,
@@ -118,13 +118,13 @@ def labels_call(
         where = None if call.where is None else call.where.to(ids.device)
         labels = call.labels.to(ids.device)
         labels = torch.where((ids >= 0).any(1), labels, call.ignore_index)
-        return call._replace(labels=labels, where=where, ids=ids), TeacherCall(probs, few=True)
+        return call._replace(labels=labels, where=where, ids=ids), probabilities(probs, few=True)
     not_differentiable(labels=soft)
     if call.rows.route:
         SOFT.refuse("stay", route=call.rows.route)
     probs, *_ = local_logits(plain(soft), given.vocab_parallel, None)
     check_soft(array_spec(probs), source, name, columns, call.ignore_index)
-    return call, TeacherCall(probs.reshape(call.labels.shape[0], probs.shape[-1]))
+    return call, probabilities(probs.reshape(call.labels.shape[0], probs.shape[-1]))
 
 
 def check_soft_values(mass: Tensor, call: HeadCall) -> None:
@@ -215,7 +215,7 @@ def logits_soft(given: LogitsArguments) -> LogprobOutput[Tensor]:
         given.entropy,
         getattr(torch, problem.output_dtype),
         wanted(*call.leaves),
-        of_labels.teacher_hidden,
+        of_labels.head.hidden,
         of_labels.few,
     )
     *outputs, mass, _ = logprobs_op(call, values)

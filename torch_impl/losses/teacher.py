@@ -48,35 +48,47 @@ KINDS = (*DIVERGENCES, SOFT_LABELS)
 SHARED = ("labels", "where", "ignore_index", "compute_dtype", "max_chunk_bytes")
 
 
-class TeacherCall(NamedTuple):
-    """What an operator takes of a teacher; per token flat."""
+class TeacherHeadCall(NamedTuple):
+    """Of a `HeadCall`, what its logits are computed from; per token flat. Not all of its numbers:
+    PyTorch's operators take 64 arguments, and that of a divergence has 62."""
 
-    teacher_hidden: Tensor  # [N, Ht]; or logits [N, C], without a weight
-    teacher_weight: Tensor | None = None
-    teacher_bias: Tensor | None = None
-    teacher_scale: Tensor | None = None
-    teacher_temperature: Tensor | None = None
-    teacher_softcap: float | None = None
-    teacher_gemm_dtype: torch.dtype = torch.float32
-    teacher_transposed: bool = False
-    teacher_low_in: Tensor | None = None
-    teacher_low_out: Tensor | None = None
-    teacher_low_keep: Tensor | None = None
-    teacher_low_scale: float = 1.0
+    hidden: Tensor  # [N, Ht]; or logits [N, C], without a weight
+    weight: Tensor | None = None
+    bias: Tensor | None = None
+    logit_scale: Tensor | None = None
+    temperature: Tensor | None = None
+    softcap: float | None = None
+    gemm_dtype: torch.dtype = torch.float32
+    transposed: bool = False
+    low_in: Tensor | None = None
+    low_out: Tensor | None = None
+    low_keep: Tensor | None = None
+    low_scale: float = 1.0
+
+    @classmethod
+    def of(cls, call: HeadCall) -> TeacherHeadCall:
+        fields = call._asdict() | {"softcap": call.scalars.softcap}
+        return cls(**{name: fields[name] for name in cls._fields})
+
+
+class TeacherCall(NamedTuple):
+    """What an operator takes of a teacher."""
+
+    head: TeacherHeadCall
     few: bool = False  # probabilities [N, K] of a few classes, in place of logits
 
     def of_tokens(self, dtype: torch.dtype) -> tuple[Tensor, ...]:
         """Numbers [K, N] that travel with the tokens."""
-        return (self.teacher_hidden.T.to(dtype),) if self.few else ()
+        return (self.head.hidden.T.to(dtype),) if self.few else ()
 
     def of_chunks(self, numbers: Sequence[Tensor]) -> TeacherCall:
         """With those of the tokens of the chunks."""
-        return self._replace(teacher_hidden=numbers[0].T) if self.few else self
+        return probabilities(numbers[0].T, few=True) if self.few else self
 
     @property
     def form(self) -> float:
         """A number for what it is: probabilities of a few classes, logits of all, or a head."""
-        return 2.0 if self.teacher_weight is not None else 0.0 if self.few else 1.0
+        return 2.0 if self.head.weight is not None else 0.0 if self.few else 1.0
 
     def check_consistent(self, loop: HeadLoop, kind: str) -> None:
         """Over shards: the same probabilities, or temperature of its logits, on every rank; and
@@ -85,59 +97,49 @@ class TeacherCall(NamedTuple):
         if loop.gathered or not isinstance(vocab, ShardedVocab) or vocab.verified:
             return
         if self.few:
-            vocab.consistency.probs(self.teacher_hidden, valid)
-        elif self.teacher_weight is None:
-            name, temperature = "temperature of `teacher`", self.teacher_temperature
+            vocab.consistency.probs(self.head.hidden, valid)
+        elif self.head.weight is None:
+            name, temperature = "temperature of `teacher`", self.head.temperature
             vocab.consistency.per_token(name, temperature, valid.shape[0])
-            columns = self.teacher_hidden[:, : vocab.local_size]
+            columns = self.head.hidden[:, : vocab.local_size]
             vocab.consistency.local_softmax(columns, valid, logits=kind != SOFT_LABELS)
 
-    def beside(self, student: HeadCall) -> HeadCall:
-        """As a call of its head, with the student's tokens."""
-        assert self.teacher_weight is not None
-        return student._replace(
-            hidden=self.teacher_hidden,
-            weight=self.teacher_weight,
-            bias=self.teacher_bias,
-            logit_scale=self.teacher_scale,
-            temperature=self.teacher_temperature,
-            scalars=Scalars(softcap=self.teacher_softcap),
-            gemm_dtype=self.teacher_gemm_dtype,
-            transposed=self.teacher_transposed,
-            low_in=self.teacher_low_in,
-            low_out=self.teacher_low_out,
-            low_keep=self.teacher_low_keep,
-            low_scale=self.teacher_low_scale,
-        )
+    def as_head_call(self, student: HeadCall) -> HeadCall:
+        """With the student's tokens."""
+        fields = self.head._asdict()
+        scalars = Scalars(softcap=fields.pop("softcap"))
+        return student._replace(scalars=scalars, **fields)
 
-    def narrowed(self, classes: int) -> TeacherCall:
-        """Of the first classes."""
-        if self.teacher_weight is None:
-            return self._replace(teacher_hidden=self.teacher_hidden[:, :classes])
-        return self._replace(
-            teacher_weight=first_rows(self.teacher_weight, classes, self.teacher_transposed),
-            teacher_bias=first_rows(self.teacher_bias, classes),
-            teacher_low_out=first_rows(self.teacher_low_out, classes),
-        )
+    def first(self, classes: int) -> TeacherCall:
+        """Its first classes."""
+        head = self.head
+        if head.weight is None:
+            return TeacherCall(head._replace(hidden=head.hidden[:, :classes]))
+        return TeacherCall(first_classes(head, classes))
 
     @property
     def classes(self) -> int:
         """On this rank."""
-        if self.teacher_weight is None:
-            return self.teacher_hidden.shape[1]
-        return self.teacher_weight.shape[self.teacher_transposed]
+        weight = self.head.weight
+        return self.head.hidden.shape[1] if weight is None else weight.shape[self.head.transposed]
 
-    @classmethod
-    def of(cls, call: HeadCall) -> TeacherCall:
-        return cls(
-            call.hidden, call.weight, call.bias, call.logit_scale, call.temperature,
-            call.scalars.softcap, call.gemm_dtype, call.transposed, call.low_in, call.low_out,
-            call.low_keep, call.low_scale,
-        )  # fmt: skip
+
+def probabilities(probs: Tensor, *, few: bool = False) -> TeacherCall:
+    """Labels [N, C] that are class probabilities; of a few classes [N, K]."""
+    return TeacherCall(TeacherHeadCall(probs), few)
 
 
 def first_rows(x: Any, count: int, transposed: bool = False) -> Any:
     return None if x is None else x[:, :count] if transposed else x[:count]
+
+
+def first_classes(head: Any, count: int) -> Any:
+    """Of a head: a `HeadCall`, or a teacher's part of one."""
+    return head._replace(
+        weight=first_rows(head.weight, count, head.transposed),
+        bias=first_rows(head.bias, count),
+        low_out=first_rows(head.low_out, count),
+    )
 
 
 def of_both(call: HeadCall, teacher: TeacherCall) -> tuple[HeadCall, TeacherCall]:
@@ -145,13 +147,7 @@ def of_both(call: HeadCall, teacher: TeacherCall) -> tuple[HeadCall, TeacherCall
     check_whole(not call.rows.group)
     classes = call.columns, teacher.classes
     check_common(*classes, call.scalars.nll_weight)
-    count = min(classes)
-    narrowed = call._replace(
-        weight=first_rows(call.weight, count, call.transposed),
-        bias=first_rows(call.bias, count),
-        low_out=first_rows(call.low_out, count),
-    )
-    return narrowed, teacher.narrowed(count)
+    return first_classes(call, min(classes)), teacher.first(min(classes))
 
 
 def paired(loop: HeadLoop, student: ChunkedLogits, teacher: TeacherCall, loss: Any) -> PairedLogits:
@@ -166,10 +162,10 @@ def paired(loop: HeadLoop, student: ChunkedLogits, teacher: TeacherCall, loss: A
     if loss.kind == SOFT_LABELS:
         return soft_logits(loop, student, teacher, entropy=loss.entropy)
     kind = InPlace(torch, torch.exp, loss.kind, loop.call.scalars.beta or 0.0)
-    if teacher.teacher_weight is None:
-        given = GivenTeacher(teacher.teacher_hidden, teacher.teacher_temperature, student)
+    if teacher.head.weight is None:
+        given = GivenTeacher(teacher.head.hidden, teacher.head.temperature, student)
         return pairs(student, given, kind, loss.wanted)
-    call = teacher.beside(loop.call)
+    call = teacher.as_head_call(loop.call)
     beside = HeadLoop(call, Terms(TEACHER), made=student.made, beside=student)
     beside.chunks_of.exchange()
     beside.check_consistent()
@@ -206,7 +202,7 @@ def soft_logits(
 
     scalars = loop.call.scalars
     kind = CrossEntropy(torch, torch.exp, ALGEBRA, scalars.label_smoothing, loop.vocab.size)
-    rows = (FewClasses if labels.few else GivenTeacher)(labels.teacher_hidden, None, logits)
+    rows = (FewClasses if labels.few else GivenTeacher)(labels.head.hidden, None, logits)
     return SoftLogits(logits, rows, kind, z_loss=scalars.z_loss, entropy=entropy)
 
 
@@ -252,11 +248,11 @@ def teacher_call(
         if student.vocab_parallel is not None:
             head = replaced(head, **local_shards(head))
         head = replaced(head, vocab_parallel=None, tokens_parallel=None, gather="head")
-        _, of_head, beside = bind(TEACHER, head, call.rows if call.rows.group else None)
+        _, of_head, of_teacher = bind(TEACHER, head, call.rows if call.rows.group else None)
     DIVERGING.require("wider", of_head.compute_dtype == compute, dtype=compute)
     if columns is not None:
         check_vocabulary(columns, of_head.vocab_size)
-    return TeacherCall.of(beside)
+    return TeacherCall(TeacherHeadCall.of(of_teacher))
 
 
 def local_shards(head: Arguments) -> dict[str, Any]:
@@ -290,7 +286,7 @@ def given_teacher(
     if given.vocab_parallel is None and readable(flat) and readable(call.labels):
         valid = counted(call.labels, call.where, call.ignore_index)[0]
         check_no_probabilities(flat[valid.nonzero()[:8, 0]].detach().float())
-    return TeacherCall(flat, teacher_temperature=tempered)
+    return TeacherCall(TeacherHeadCall(flat, temperature=tempered))
 
 
 def labels_for(hidden: Tensor, labels: Tensor | None, where: Tensor | None) -> Tensor:
