@@ -247,10 +247,22 @@ class Algebra(NamedTuple):
             nll = nll * label.weight
         if stats.mean_logp is not None:
             nll = (1.0 - eps) * nll - eps * stats.mean_logp
-        z_term = self.xp.zeros_like(nll)
+        return self.regularised(nll, stats.lse, options)
+
+    def regularised(self, nll: Array, lse: Array, options: LossOptions) -> tuple[Array, Array]:
+        """Per token, of a loss of labels of either kind: with what the options add of lse, and the
+        part of that which z-loss is."""
+        loss, z_term = nll, self.xp.zeros_like(nll)
         if not is_zero(options.z_loss):
-            z_term = options.z_loss * stats.lse * stats.lse
-        return nll + z_term, z_term
+            z_term = options.z_loss * lse * lse
+        return loss + z_term, z_term
+
+    def lse_slope(self, lse: Array, options: LossOptions) -> Array | None:
+        """The derivative by lse of what `regularised` adds; None where that is nothing."""
+        slope = None
+        if not is_zero(options.z_loss):
+            slope = self.rounded(2.0 * options.z_loss * lse)
+        return slope
 
     def values(self, stats: TokenStats, label: TargetInfo, options: LossOptions) -> Array:
         """[7, tokens]: loss, its z-loss part, logprob, entropy, lse, correct, predicted."""
@@ -269,9 +281,9 @@ class Algebra(NamedTuple):
     ) -> Coefficients:
         """Step 6, per token: of dz times the factor."""
         eps, uniform = options.label_smoothing, options.label_smoothing / vocab_size
-        extra = self.xp.zeros_like(stats.lse)
-        if not is_zero(options.z_loss):
-            extra = self.rounded(2.0 * options.z_loss * stats.lse)
+        extra = self.lse_slope(stats.lse, options)
+        if extra is None:
+            extra = self.xp.zeros_like(stats.lse)
         slope: Array = 1.0 + extra
         left: Array | float = eps - uniform
         if weighted(label):

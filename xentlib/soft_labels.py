@@ -18,7 +18,8 @@ from __future__ import annotations
 
 from typing import Any, Generic, NamedTuple, TypeVar
 
-from xentlib.algebra import INF, Algebra, BlockStats, NonTargetStats
+from xentlib.algebra import INF, Algebra, BlockStats, LossOptions, NonTargetStats
+from xentlib.pairs import DzTerms
 
 __all__ = ["SoftLabels"]
 
@@ -27,7 +28,6 @@ Array = Any
 # A log-probability stands no lower; where a class with any has it the loss is beyond `INFINITE`.
 FAR, INFINITE = 1e30, 1e12
 SOFT_LABELS = "soft_labels"  # in place of a kind of divergence
-READ = ("softcap", "label_smoothing", "z_loss")  # of `Scalars`, what this loss has
 
 
 class SoftLabels(NamedTuple, Generic[A]):
@@ -63,12 +63,12 @@ class SoftSums(NamedTuple):
 
 class CrossEntropy(NamedTuple):
     """Bound to a framework: its namespace, an exp of [B, V], steps 4 and 5 of tokens; and to the
-    options of a call."""
+    numbers of a call, which are those of class indices."""
 
     xp: Any
     exp: Any
     algebra: Algebra
-    label_smoothing: float = 0.0
+    options: LossOptions
     vocab_size: Any = 1
 
     def stats(self, z_y: Array, rest: NonTargetStats) -> Largest:
@@ -101,8 +101,9 @@ class CrossEntropy(NamedTuple):
     def target(self, q: Array, c: Array | None) -> Array:
         """a of each class, of which `c` are the weights."""
         a = q
-        if self.label_smoothing:
-            kept, eps = 1.0 - self.label_smoothing, self.label_smoothing
+        eps = self.options.label_smoothing
+        if eps:
+            kept = 1.0 - eps
             a = self.algebra.rounded(kept * q) + eps / self.vocab_size
         return a if c is None else a * c
 
@@ -112,6 +113,14 @@ class CrossEntropy(NamedTuple):
         finite = (self.xp.where(x < -INFINITE, -INF, x) for x in (sums.loglik, loglik))
         loss, own = finite
         return sums.total, -loss, own
+
+    def regularised(self, nll: Array, of: Largest) -> tuple[Array, Array, DzTerms, bool]:
+        """Per token: the loss, the part of it that z-loss is, what dz is made of, and whether that
+        has any p."""
+        loss, z_term = self.algebra.regularised(nll, of.lse, self.options)
+        slope = self.algebra.lse_slope(of.lse, self.options)
+        gain, none = -self.xp.ones_like(nll), self.xp.zeros_like(nll)
+        return loss, z_term, DzTerms(gain, none if slope is None else slope), slope is not None
 
     def at_top(self, a: Array, total: Array, of: Largest) -> Array:
         """a - p total of the largest class, where its p > 1/2."""

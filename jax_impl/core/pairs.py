@@ -34,7 +34,7 @@ class ChunkValues(NamedTuple):
     """Of the tokens of a chunk."""
 
     loss: jax.Array
-    beside: jax.Array  # a part that is added to it, in place of the labels' NLL: z-loss
+    z_term: jax.Array  # what z-loss is of it
     per_token: tuple[jax.Array, ...]  # four outputs
     labels: jax.Array  # their log-probabilities
     known: tuple[jax.Array, ...]  # lse of both, delta and the labels' lse

@@ -45,8 +45,7 @@ class SoftLogits(NamedTuple):
     def of(
         cls, student: ChunkedLogits, teacher: ChunkedLogits | None, probs: jax.Array | None
     ) -> SoftLogits:
-        smoothing = student.options.scalars.label_smoothing
-        kind = CrossEntropy(jnp, exp, ALGEBRA, smoothing, student.vocab_size)
+        kind = CrossEntropy(jnp, exp, ALGEBRA, student.options.scalars, student.vocab_size)
         return cls(student, teacher, probs, kind)
 
     @property
@@ -56,7 +55,7 @@ class SoftLogits(NamedTuple):
 
     def values(self, chunk: Chunk, wanted: tuple[WantedStats, WantedStats]) -> ChunkValues:
         """Steps 3 to 6; dz is made of a - p total, and of p."""
-        head, z_loss = self.student, self.student.options.scalars.z_loss
+        head = self.student
         block = chunk.block._replace(more=None)
         z_y, blocks, left = head.kernels.stats(block, wanted[0])
         stats = self.kind.stats(*over_shards(head, chunk.rows_T, z_y, blocks))
@@ -64,11 +63,10 @@ class SoftLogits(NamedTuple):
         total, loglik, *own = self.summed([self.classes(x) for x in sums if x is not None])
         of_sums = SoftSums(total, loglik, own[0] if own else None)
         total, nll, logprobs = self.kind.of_sums(of_sums)
-        z_term = z_loss * stats.lse * stats.lse
-        dz = DzTerms(-jnp.ones_like(nll), 2.0 * z_loss * stats.lse)
+        loss, z_term, dz, _ = self.kind.regularised(nll, stats)
         per_token, known = (total, logprobs, stats.entropy, stats.lse), tuple(stats)
         made = self.with_slope(terms, total, stats)
-        return ChunkValues(nll, z_term, per_token, logprobs, known, dz, total, made)
+        return ChunkValues(loss, z_term, per_token, logprobs, known, dz, total, made)
 
     def again(self, chunk: Chunk, stats: Largest, total_T: jax.Array) -> PairTerms:
         """The same once more, of what is known of the tokens."""

@@ -134,8 +134,11 @@ def divergence_forward(
         factor_T, weight_T, squared_T = at_rows(logits, chunk, numbers)
         made = both.values(chunk, want)
         value = made.loss * squared_T
-        more = -nll_weight * made.labels if nll_weight else made.beside
-        values = [value + more, more, *made.per_token]
+        more = made.z_term
+        if nll_weight:
+            more = -nll_weight * made.labels
+            value = value + more
+        values = [value, more, *made.per_token]
         dz = DzTerms(*(x * squared_T for x in made.dz))
         if nll_weight and not both.tempered_nll:
             dz = both.kind.with_nll(dz, made.total, nll_weight)

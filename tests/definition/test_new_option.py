@@ -11,9 +11,10 @@ from pathlib import Path
 import pytest
 
 from helpers.new_option import EDITS, NAME, ROOT, edited
-from xentlib.arguments import Scalars
+from xentlib.arguments import SCALARS, Scalars
 from xentlib.tools.harness.cases import GRID
 from xentlib.tools.parity.rows.divergences import GRID as DIVERGENCES
+from xentlib.tools.parity.rows.soft import GRID as PROBABILITIES
 
 pytest.importorskip("torch")
 pytest.importorskip("jax")
@@ -78,3 +79,9 @@ def test_every_option_is_in_a_case_and_on_a_page(name):
     assert any(name in case.options for case in (*GRID, *DIVERGENCES))
     pages = (path.read_text("utf-8") for path in (ROOT / "docs").glob("*.md"))
     assert any(f"`{name}`" in text for text in pages)
+
+
+@pytest.mark.parametrize("name", SCALARS["chunked_nll"])
+def test_every_option_of_a_loss_is_in_a_case_of_class_probabilities(name):
+    """Whose loss would ignore one that is written for class indices alone."""
+    assert any(name in case.options for case in PROBABILITIES)

@@ -135,7 +135,7 @@ class UnitValues(NamedTuple):
     """Of the tokens of a unit."""
 
     loss: Tensor
-    beside: Tensor  # a part that is added to it, in place of the labels' NLL: z-loss
+    z_term: Tensor  # what z-loss is of it
     per_token: tuple[Tensor, ...]  # four outputs
     labels: Tensor  # their log-probabilities
     p_labels: list[Tensor]  # p of the logits that these are of, where they are others

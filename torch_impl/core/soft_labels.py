@@ -52,11 +52,10 @@ class SoftLogits(PairedLogits):
         labels: GivenTeacher,
         kind: CrossEntropy,
         *,
-        z_loss: float,
         entropy: bool,
     ) -> None:
         super().__init__(student, labels, kind, (WantedStats(entropy), WantedStats()))
-        self.z_loss = z_loss
+        self.dz_has_p = False
 
     def values(self, unit: Unit, kernels: Made, *, tempered_nll: bool = False) -> UnitValues:
         """Steps 2 to 6. a - p total is then in place of the logits, p in place of q."""
@@ -73,10 +72,9 @@ class SoftLogits(PairedLogits):
         for (rows, labels, at), a_BV in zip(unit.parts(), targets, strict=True):
             of_rows = Largest(*(x[at] for x in stats))
             self.put_slope(rows, labels, a_BV, total[at, None], of_rows)
-        z_term = self.z_loss * stats.lse * stats.lse if self.z_loss else torch.zeros_like(nll)
-        dz = DzTerms(-torch.ones_like(nll), 2.0 * self.z_loss * stats.lse)
+        loss, z_term, dz, self.dz_has_p = self.kind.regularised(nll, stats)
         per_token = total, logprobs, stats.entropy, stats.lse
-        return UnitValues(nll, z_term, per_token, logprobs, [], (), dz, total)
+        return UnitValues(loss, z_term, per_token, logprobs, [], (), dz, total)
 
     def put_p(self, rows: LogitsBlock, labels: LogitsBlock, of_rows: Largest) -> Tensor:
         """log p in place of the logits; a."""
@@ -127,5 +125,5 @@ class SoftLogits(PairedLogits):
         """Step 6, in place of a - p total."""
         rows, labels, _ = part
         dz_BV = rows.z_BV[:, self.columns].mul_(dz.gain[:, None])
-        if self.z_loss:
+        if self.dz_has_p:
             dz_BV.addcmul_(labels.z_BV, dz.shift[:, None])

@@ -134,11 +134,14 @@ class Divergence(PairedObjective):
         weight, tempered, places = self.call.scalars.nll_weight, is_tempered(self.call), unit.places
         made = self.pair.values(unit, kernels, tempered_nll=tempered)
         value = made.loss * self.squared_N[places]
-        more = -weight * made.labels if weight else made.beside
+        more = made.z_term
+        if weight:
+            more = -weight * made.labels
+            value = value + more
         dz = DzTerms(*(x * self.squared_N[places] for x in made.dz))
         if weight and not tempered:
             dz = self.pair.kind.with_nll(dz, made.total, weight)
-        values = [value + more, more, *made.per_token]
+        values = [value, more, *made.per_token]
         if self.loss.each:
             terms = (*dz, torch.full_like(value, -weight))
             values += [*made.known, *(x * self.weights_N[places] for x in terms)]

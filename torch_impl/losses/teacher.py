@@ -200,10 +200,9 @@ def soft_logits(
     """Logits with the class probabilities of their tokens beside them."""
     from xentlib.torch.core.soft_labels import FewClasses, SoftLogits
 
-    scalars = loop.call.scalars
-    kind = CrossEntropy(torch, torch.exp, ALGEBRA, scalars.label_smoothing, loop.vocab.size)
+    kind = CrossEntropy(torch, torch.exp, ALGEBRA, loop.call.scalars, loop.vocab.size)
     rows = (FewClasses if labels.few else GivenTeacher)(labels.head.hidden, None, logits)
-    return SoftLogits(logits, rows, kind, z_loss=scalars.z_loss, entropy=entropy)
+    return SoftLogits(logits, rows, kind, entropy=entropy)
 
 
 def teacher_call(
