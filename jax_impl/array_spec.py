@@ -8,8 +8,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from xentlib.checks.validators import ArraySpec
+from xentlib.checks.validators import Args, ArraySpec
 
+ARRAYS = (jax.Array, np.ndarray)
 # Arguments that must be arrays, and those that may also be None.
 REQUIRED = ("hidden", "logits", "labels", "values")
 PACKING = ("segment_ids", "cu_seqlens", "position_ids")
@@ -18,13 +19,19 @@ OPTIONAL = ("bias", "where", "token_weights", "class_weights", "kept", "ids", *P
 
 def array_spec(x: Any) -> Any:
     """`ArraySpec` of an array; anything else as it is, for the check to accept or refuse."""
-    if not is_array(x):
+    if not isinstance(x, ARRAYS):
         return x
     device = None
     if isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer) and x.committed:
         devices = x.devices()
         device = str(next(iter(devices))) if len(devices) == 1 else None
     return ArraySpec(tuple(x.shape), str(x.dtype), device)
+
+
+def array_specs(args: Args) -> Args:
+    """The same of all arguments of a call."""
+    specs: Args = args._make([array_spec(x) if isinstance(x, ARRAYS) else x for x in args])
+    return specs
 
 
 def array(x: Any) -> Any:
@@ -63,7 +70,7 @@ def need_x64(compute_dtype: str) -> None:
 
 
 def is_array(x: Any) -> bool:
-    return isinstance(x, (jax.Array, np.ndarray))
+    return isinstance(x, ARRAYS)
 
 
 def only_arrays(**arguments: Any) -> None:

@@ -12,14 +12,22 @@ from xentlib.arguments import Arguments, LogitsArguments, Scalars
 from xentlib.checks.call import CALLS, check_head, check_logits, check_reduction
 from xentlib.checks.lora import check_low_rank, check_low_rank_here
 from xentlib.checks.shards import SHARDS, check_route, check_route_here
-from xentlib.checks.validators import plain
+from xentlib.checks.validators import plain_args
 from xentlib.dtypes import ITEMSIZE
-from xentlib.jax.array_spec import array, array_spec, as_array, is_array, need_x64, only_arrays
+from xentlib.jax.array_spec import (
+    array,
+    array_spec,
+    array_specs,
+    as_array,
+    is_array,
+    need_x64,
+    only_arrays,
+)
 from xentlib.jax.core.call import Arrays, Options, Placement
 from xentlib.jax.core.device import chunk_bytes, target_of
 from xentlib.jax.core.tokens import check_labels, check_values
 from xentlib.jax.core.vocab import axis_for, axis_of, varies_over
-from xentlib.jax.head import described, head_of, unwrapped
+from xentlib.jax.head import described, head_of, unwrapped_args
 from xentlib.jax.placement import alone, axes_of, placed
 
 # Arrays of a call that a trace takes as they are.
@@ -37,7 +45,7 @@ def bind(
     backward reads the head's values again. `scalars`: of a function with more of them than `given`
     has."""
     check_reduction(given)
-    given = Arguments(*map(unwrapped, map(plain, given)))
+    given = unwrapped_args(plain_args(given))
     only_arrays(**given._asdict())
     given, low = head_of(given)
     hidden, weight = given.hidden, given.weight
@@ -48,7 +56,7 @@ def bind(
         place = placed(given, low, recompute=recompute)
     axis = place.axis if place else axis_of(given, None if low is None else low.b)
     problem = check_head(
-        Arguments(*map(array_spec, given)),
+        array_specs(given),
         sharded=axis is not None and place is None,
         classes=None if axis is None else axis.vocab_size,
     )
@@ -107,10 +115,10 @@ def bind(
 
 def bind_logits(given: LogitsArguments, scalars: Scalars | None = None) -> tuple[Options, Arrays]:
     """The same of a function of given logits."""
-    given = LogitsArguments(*map(unwrapped, map(plain, given)))
+    given = unwrapped_args(plain_args(given))
     only_arrays(**given._asdict())
     logits, labels, shard = given.logits, given.labels, given.shard
-    problem = check_logits(LogitsArguments(*map(array_spec, given)))
+    problem = check_logits(array_specs(given))
     axis = None
     if given.vocab_parallel is not None:
         axis = axis_for(given.vocab_parallel, problem.columns, shard=shard, logits=logits)

@@ -16,7 +16,7 @@ from jax import lax
 from xentlib.arguments import Arguments
 from xentlib.checks.call import is_soft
 from xentlib.checks.crosscheck import check_traced_step
-from xentlib.checks.validators import plain
+from xentlib.checks.validators import plain_args
 from xentlib.dtypes import resolve_dtypes
 from xentlib.jax.array_spec import is_array
 from xentlib.jax.crosscheck_devices import (
@@ -28,7 +28,7 @@ from xentlib.jax.crosscheck_devices import (
     side_by_side,
 )
 from xentlib.jax.derivatives import primal_values, refused, wanted
-from xentlib.jax.head import head_of, unwrapped
+from xentlib.jax.head import head_of, unwrapped_args
 from xentlib.jax.losses.index import nll
 from xentlib.lora import LowRankHead
 from xentlib.nll import OUTPUTS, NLLOutput
@@ -114,8 +114,8 @@ class CrossCheck(Schedule):
                 `against="other"`.
         """
         check_traced_step(step, getattr(step, "dtype", None), getattr(step, "shape", ()))
-        arguments = Arguments(hidden, weight, labels, **options)
-        call, low = head_of(Arguments(*map(unwrapped, map(plain, arguments))))
+        arguments = plain_args(Arguments(hidden, weight, labels, **options))
+        call, low = head_of(unwrapped_args(arguments))
         if is_soft(call.labels, call.hidden):
             raise CrossCheckError(
                 "a checked call must have labels that are classes; got class probabilities, which "

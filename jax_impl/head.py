@@ -14,8 +14,9 @@ import jax.numpy as jnp
 
 from xentlib.arguments import Arguments
 from xentlib.checks.module import MODULES, check_beside_module, refuse_module
-from xentlib.checks.validators import ArraySpec, plain
+from xentlib.checks.validators import Args, ArraySpec, plain
 from xentlib.jax.array_spec import (
+    ARRAYS,
     array_spec,
     concrete_on_cpu,
     framework_of,
@@ -137,6 +138,13 @@ def unwrapped(x: Any) -> Any:
         if isinstance(x, loaded(package, name)):
             return getattr(x, method)()
     return x
+
+
+def unwrapped_args(args: Args) -> Args:
+    """The same of all arguments of a call."""
+    known = [type(x) in PLAIN or isinstance(x, ARRAYS) for x in args]
+    made: Args = args._make([x if y else unwrapped(x) for x, y in zip(args, known)])
+    return made
 
 
 def is_plain(module: Any, layer: Layer) -> bool:

@@ -8,7 +8,7 @@ from typing import Any, NoReturn, TypeGuard
 import torch
 from torch import Tensor
 
-from xentlib.checks.validators import ArraySpec, plain
+from xentlib.checks.validators import Args, ArraySpec, plain
 from xentlib.options import RULES
 from xentlib.torch.core.device import onto
 
@@ -50,6 +50,12 @@ def array_spec(x: Any) -> Any:
     return x
 
 
+def array_specs(args: Args) -> Args:
+    """The same of all arguments of a call."""
+    specs: Args = args._make([array_spec(x) if isinstance(x, Tensor) else x for x in args])
+    return specs
+
+
 def only_tensors(**arguments: Any) -> None:
     """Refuse arrays of another framework, lists, and whatever else has to be a tensor."""
     for name, value in arguments.items():
@@ -57,7 +63,7 @@ def only_tensors(**arguments: Any) -> None:
             continue
         if name in REQUIRED or (value is not None and name in OPTIONAL):
             refuse_array(name, value)
-        if name in NUMBERS:
+        if name in NUMBERS and type(value) not in (int, float, NoneType):
             number = plain(value)
             # Numbers first: the compiler traces this, and knows no `__module__`.
             if not isinstance(number, (int, float, NoneType)) and framework_of(number) in ARRAYS:

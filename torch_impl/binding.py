@@ -10,10 +10,10 @@ from torch import Tensor
 from xentlib.arguments import Arguments, LogitsArguments, Scalars
 from xentlib.checks.call import LogitsProblem, NLLProblem, check_head, check_logits
 from xentlib.checks.lora import check_low_rank
-from xentlib.checks.validators import plain
-from xentlib.lora import LowRankHead
+from xentlib.checks.validators import plain_args
 from xentlib.torch.array_spec import (
     array_spec,
+    array_specs,
     as_tensor,
     autocast_dtype,
     is_dtensor,
@@ -45,7 +45,7 @@ def bind(
     """A call of a head's function as this rank has it, its sizes, and what an operator takes.
     `local`: where the rows belong, if a wrapper has sharded the head and they stay there.
     `scalars`: of a function with more of them than `given` has."""
-    given, low = split_lora(Arguments(*map(plain, given)))
+    given, low = split_lora(plain_args(given))
     if local is not None:  # it says who has the other rows
         given = replaced(given, vocab_parallel=None)
     of_mesh = (given.hidden, given.labels, given.weight, given.bias, *(low or ()))
@@ -56,7 +56,7 @@ def bind(
     hidden, weight, labels, bias = given.hidden, given.weight, given.labels, given.bias
     same_tokens(hidden, labels, given.where, given.token_weights, given.temperature)
     problem = check_head(
-        Arguments(*map(array_spec, given)),
+        array_specs(given),
         autocast_dtype=autocast_dtype(hidden),
         sharded=bool(local.group),
         # Shards meet once a chunk, and there must be as many on all ranks whatever their labels.
@@ -66,8 +66,9 @@ def bind(
     if low is not None:
         not_forward_mode(function, low.a, low.b)
         not_transformed(function, low.a, low.b)
-        check_low_rank(LowRankHead(*map(array_spec, low)), array_spec(hidden), problem)
-    gemm, compute = (getattr(torch, x) for x in (problem.gemm_dtype, problem.compute_dtype))
+        spec: Any = array_specs(low)
+        check_low_rank(spec, array_spec(hidden), problem)
+    compute = getattr(torch, problem.compute_dtype)
     flat = hidden.reshape(-1, problem.hidden_size)
     call = HeadCall(
         hidden=flat,
@@ -79,7 +80,7 @@ def bind(
         temperature=tokens(as_tensor(given.temperature, 1.0, hidden, compute)),
         ignore_index=given.ignore_index,
         scalars=scalars or scalars_of(given),
-        gemm_dtype=gemm,
+        gemm_dtype=getattr(torch, problem.gemm_dtype),
         compute_dtype=compute,
         chunk_bytes=given.max_chunk_bytes or 0,
         transposed=given.weight_layout == "HV",
@@ -99,13 +100,13 @@ def bind_logits(
 ) -> tuple[LogitsArguments, LogitsProblem, HeadCall]:
     """The same of a function of given logits."""
     only_tensors(**given._asdict())
-    given = LogitsArguments(*map(plain, given))
+    given = plain_args(given)
     logits, parallel, shard = local_logits(given.logits, given.vocab_parallel, given.shard)
     labels = replicated("labels", given.labels)
     given = given._replace(logits=logits, labels=labels, vocab_parallel=parallel, shard=shard)
     same_tokens(logits, labels, given.where, given.temperature)
     whole = given.vocab_parallel is None
-    problem = check_logits(LogitsArguments(*map(array_spec, given)), labels_on_host=whole)
+    problem = check_logits(array_specs(given), labels_on_host=whole)
     check_derivatives(function, given)
     compute = getattr(torch, problem.compute_dtype)
     columns = logits.reshape(problem.num_tokens, problem.columns)

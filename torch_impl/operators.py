@@ -201,9 +201,9 @@ class Operator:
     def __call__(self, *parts: Any) -> Any:
         values = flatten(parts, self.layouts)
         tensors = [x for x in values if isinstance(x, Tensor)]
-        if not in_eager(*tensors) or any(x.is_meta for x in tensors):
+        if not in_eager(*tensors) or [x for x in tensors if x.is_meta]:
             return self.op(*values)
-        if not (torch.is_grad_enabled() and any(x.requires_grad for x in tensors)):
+        if not (torch.is_grad_enabled() and [x for x in tensors if x.requires_grad]):
             return self.forward(*parts)
         return self.op(*values) if self.direct is None else self.direct(*values)
 
@@ -289,9 +289,11 @@ def not_transformed(function: str, *inputs: Any) -> None:
     """Refuse inputs that `torch.func.grad`, `vjp` or `jacrev` differentiates, for which PyTorch's
     custom operators have no rule: its own message asks for a `setup_context` instead. A compiler,
     which cannot ask this, ends in PyTorch's message."""
-    if not torch.is_grad_enabled() or torch.compiler.is_compiling():
+    if torch.compiler.is_compiling() or functorch.maybe_current_level() is None:
         return
-    if any(functorch.is_gradtrackingtensor(x) and x.requires_grad for x in layers(*inputs)):
+    if torch.is_grad_enabled() and any(
+        functorch.is_gradtrackingtensor(x) and x.requires_grad for x in layers(*inputs)
+    ):
         raise RuntimeError(
             f"`{function}` must be differentiated by `backward` or `torch.autograd.grad`; got an "
             f"input that `torch.func.grad`, `vjp` or `jacrev` differentiates. Call "
@@ -314,7 +316,7 @@ def requires_grad(x: Tensor) -> bool:
     """An entry of `torch.func.vmap` says no although the batch that it is of requires grad. A
     compiler does not see the batch: inside a transform any may be differentiated."""
     inside = torch.compiler.is_compiling() and functorch.maybe_current_level() is not None
-    return inside or any(layer.requires_grad for layer in layers(x))
+    return x.requires_grad or inside or any(layer.requires_grad for layer in layers(x))
 
 
 def not_differentiable(**constants: Any) -> None:
@@ -322,7 +324,7 @@ def not_differentiable(**constants: Any) -> None:
     if not torch.is_grad_enabled():
         return
     for name, value in constants.items():
-        if any(x.requires_grad for x in layers(value)):
+        if isinstance(value, Tensor) and any(x.requires_grad for x in layers(value)):
             raise ValueError(
                 f"`{name}` must be a constant; got a tensor that requires grad, whose gradient is "
                 f"not computed. Pass `{name}.detach()`{to_learn(name)}."
@@ -385,12 +387,9 @@ def in_eager(*tensors: Tensor) -> bool:
     """Whether these hold numbers: no compiler, tracer, fake tensor or batch stands in for them."""
     if torch.compiler.is_compiling() or _get_current_dispatch_mode() is not None:
         return False
-    return all(
-        type(x) in PLAIN
-        and not functorch.is_functorch_wrapped_tensor(x)
-        and not functorch.is_legacy_batchedtensor(x)  # is_grads_batched
-        for x in tensors
-    )
+    # `is_grads_batched` has the second kind.
+    kinds = (functorch.is_functorch_wrapped_tensor, functorch.is_legacy_batchedtensor)
+    return not [x for x in tensors if type(x) not in PLAIN or kinds[0](x) or kinds[1](x)]
 
 
 def keeps_graph() -> bool:

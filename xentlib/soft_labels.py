@@ -19,7 +19,6 @@ from __future__ import annotations
 from typing import Any, Generic, NamedTuple, TypeVar
 
 from xentlib.algebra import INF, Algebra, BlockStats, LossOptions, NonTargetStats
-from xentlib.pairs import DzTerms
 
 __all__ = ["SoftLabels"]
 
@@ -114,13 +113,11 @@ class CrossEntropy(NamedTuple):
         loss, own = finite
         return sums.total, -loss, own
 
-    def regularised(self, nll: Array, of: Largest) -> tuple[Array, Array, DzTerms, bool]:
-        """Per token: the loss, the part of it that z-loss is, what dz is made of, and whether that
-        has any p."""
+    def regularised(self, nll: Array, of: Largest) -> tuple[Array, Array, Array | None]:
+        """Per token: the loss, the part of it that z-loss is, and the factor of p in dz, None where
+        dz is a - p total alone."""
         loss, z_term = self.algebra.regularised(nll, of.lse, self.options)
-        slope = self.algebra.lse_slope(of.lse, self.options)
-        gain, none = -self.xp.ones_like(nll), self.xp.zeros_like(nll)
-        return loss, z_term, DzTerms(gain, none if slope is None else slope), slope is not None
+        return loss, z_term, self.algebra.lse_slope(of.lse, self.options)
 
     def at_top(self, a: Array, total: Array, of: Largest) -> Array:
         """a - p total of the largest class, where its p > 1/2."""

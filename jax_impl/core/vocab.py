@@ -93,8 +93,8 @@ def shard_here(axis: Axis, columns: int, given: jax.Array | None) -> VocabShard:
 
 def varying(*trees: Any) -> frozenset[Any]:
     """Mesh axes over which any array of the trees varies by type."""
-    leaves = (x for x in jax.tree.leaves(trees) if isinstance(x, jax.Array))
-    return frozenset().union(*(jax.typeof(x).mat.varying for x in leaves))
+    leaves = [x for x in jax.tree.leaves(trees) if isinstance(x, jax.Array)]
+    return frozenset().union(*[jax.typeof(x).mat.varying for x in leaves])
 
 
 def vary(tree: T, axes: frozenset[Any]) -> T:

@@ -26,7 +26,7 @@ from xentlib.checks.divergence import (
     check_only_logits,
     of_teacher,
 )
-from xentlib.checks.validators import plain
+from xentlib.checks.validators import plain_args
 from xentlib.divergence import DivergenceOutput
 from xentlib.jax.array_spec import only_arrays
 from xentlib.jax.binding import bind, bind_logits, scalars_of
@@ -284,7 +284,7 @@ OF_STUDENT = tuple(
 
 def head_divergence(given: DivergenceArguments) -> DivergenceOutput[Any]:
     """`chunked_divergence` of its arguments."""
-    given = DivergenceArguments(*map(plain, given))
+    given = plain_args(given)
     only_arrays(hidden=given.hidden)
     check_divergence(given)
     if isinstance(given.teacher, TeacherTopK):
@@ -339,7 +339,7 @@ def placed_divergence(options: Options, arrays: Arrays, each: bool) -> Divergenc
 
 def logits_divergence(given: GivenDivergenceArguments) -> DivergenceOutput[jax.Array]:
     """`vocab_parallel_divergence` of its arguments."""
-    given = GivenDivergenceArguments(*map(plain, given))
+    given = plain_args(given)
     only_arrays(logits=given.logits)
     check_kind(given)
     check_only_logits(given)

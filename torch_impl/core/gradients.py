@@ -261,7 +261,7 @@ class GradientSums:
                 self.weight = torch.nn.functional.pad(self.weight, corner)
             if self.needs[2]:
                 self.bias = torch.nn.functional.pad(self.bias, (0, self.padding))
-        low_in, low_out = (self.bias.new_empty(0, 0) for _ in range(2))
+        low_in, low_out = self.bias.new_empty(0, 0), self.bias.new_empty(0, 0)
         if self.low is not None:
             low_in, low_out = self.low.a, self.low.b
             if self.needs[3] and isinstance(self.logits.vocab, ShardedVocab):

@@ -72,7 +72,9 @@ class SoftLogits(PairedLogits):
         for (rows, labels, at), a_BV in zip(unit.parts(), targets, strict=True):
             of_rows = Largest(*(x[at] for x in stats))
             self.put_slope(rows, labels, a_BV, total[at, None], of_rows)
-        loss, z_term, dz, self.dz_has_p = self.kind.regularised(nll, stats)
+        loss, z_term, slope = self.kind.regularised(nll, stats)
+        self.dz_has_p = slope is not None
+        dz = DzTerms(-torch.ones_like(nll), torch.zeros_like(nll) if slope is None else slope)
         per_token = total, logprobs, stats.entropy, stats.lse
         return UnitValues(loss, z_term, per_token, logprobs, [], (), dz, total)
 

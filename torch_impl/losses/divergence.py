@@ -26,7 +26,7 @@ from xentlib.checks.divergence import (
     check_only_logits,
     of_teacher,
 )
-from xentlib.checks.validators import plain
+from xentlib.checks.validators import plain_args
 from xentlib.divergence import DivergenceOutput
 from xentlib.options import DIVERGENCE_OUTPUTS
 from xentlib.teacher import TeacherTopK
@@ -244,7 +244,7 @@ OF_STUDENT = tuple(
 
 def head_divergence(given: DivergenceArguments) -> DivergenceOutput[Tensor]:
     """`chunked_divergence` of its arguments."""
-    given = DivergenceArguments(*map(plain, given))
+    given = plain_args(given)
     only_tensors(hidden=given.hidden)
     check_divergence(given)
     given = given._replace(labels=labels_for(given.hidden, given.labels, given.where))
@@ -311,7 +311,7 @@ def placed_divergence(
 
 def logits_divergence(given: GivenDivergenceArguments) -> DivergenceOutput[Tensor]:
     """`vocab_parallel_divergence` of its arguments."""
-    given = GivenDivergenceArguments(*map(plain, given))
+    given = plain_args(given)
     only_tensors(logits=given.logits)
     check_kind(given)
     check_only_logits(given)

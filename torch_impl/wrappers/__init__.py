@@ -38,7 +38,7 @@ def whole_shape(parameter: Any) -> tuple[int, ...]:
 
 def split_by_auto_tp(*parameters: Any) -> bool:
     """Whether DeepSpeed AutoTP has left a part of one on each of its ranks."""
-    return any(hasattr(p, "ds_is_replaced_module") for p in parameters)
+    return bool([p for p in parameters if hasattr(p, "ds_is_replaced_module")])
 
 
 def keeps_forward(module: nn.Module) -> bool:

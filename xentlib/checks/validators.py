@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple, NoReturn, TypeVar
 
 import numpy as np
 
 from xentlib.dtypes import FLOATS, INTEGERS
 from xentlib.options import COMPUTE, Rule
+
+Args = TypeVar("Args", bound=Any)  # the arguments of a call, a NamedTuple
 
 
 class ArraySpec(NamedTuple):
@@ -71,12 +73,19 @@ def plain(value: Any) -> Any:
     return value.item() if alone else value
 
 
+def plain_args(args: Args) -> Args:
+    """The same of all arguments of a call."""
+    numpy = (np.generic, np.ndarray)
+    made: Args = args._make([plain(x) if isinstance(x, numpy) else x for x in args])
+    return made
+
+
 def is_count(value: object, least: int = 1) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value >= least
 
 
 def quoted(items: Sequence[str]) -> str:
-    return ", ".join(f"'{item}'" for item in items)
+    return repr([*items])[1:-1]
 
 
 def check_choice(name: str, value: object, choices: Sequence[str]) -> None:
