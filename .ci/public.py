@@ -29,9 +29,9 @@ from xentlib.options import RULES  # noqa: E402 - of these sources
 FUNCTIONS = (
     ("chunked_nll", "nll", "Arguments", "nll"),
     ("chunked_logprobs", "logprobs", "Arguments", "head_logprobs"),
-    ("vocab_parallel_logprobs", "logprobs", "LogitsArguments", "given_logprobs"),
+    ("vocab_parallel_logprobs", "logprobs", "LogitsArguments", "logits_logprobs"),
     ("chunked_divergence", "divergence", "DivergenceArguments", "head_divergence"),
-    ("vocab_parallel_divergence", "divergence", "GivenDivergenceArguments", "logits_divergence"),
+    ("vocab_parallel_divergence", "divergence", "LogitsDivergenceArguments", "logits_divergence"),
 )
 # What a loss does not need is loaded when it is called.
 LATER = {
@@ -64,8 +64,8 @@ DOCUMENTED = (
 CLASSES = """(
     Arguments,
     DivergenceArguments,
-    GivenDivergenceArguments,
     LogitsArguments,
+    LogitsDivergenceArguments,
 )"""
 OPTIONS = """(
     ComputeDtype,
@@ -196,9 +196,9 @@ __all__ = [
     "Arguments",
     "Array",
     "DivergenceArguments",
-    "GivenDivergenceArguments",
     "Head",
     "LogitsArguments",
+    "LogitsDivergenceArguments",
     "Scalars",
 ]
 
@@ -246,7 +246,7 @@ def public_module(column: str, definitions: dict[str, Definition]) -> str:
                 ("xentlib.plan", "VocabShard"),
                 ("xentlib.soft_labels", "SoftLabels"),
                 ("xentlib.teacher", "TeacherHead, TeacherLogits, TeacherTopK"),
-                (f"{package}.losses.logprobs", "given_logprobs, head_logprobs"),
+                (f"{package}.losses.logprobs", "head_logprobs, logits_logprobs"),
                 (f"{package}.losses.index", "nll"),
             )
         )

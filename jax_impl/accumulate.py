@@ -132,9 +132,9 @@ def accumulate_grads(
 
 def called_with(function: Callable[[Any, Any], Any], params: Any, batch: Any) -> tuple[Any, Any]:
     """What a user's function returns, as `jax.value_and_grad` takes it: a sum and its count."""
-    given = function(params, batch)
-    pair = isinstance(given, (tuple, list)) and not is_loss_output(given) and len(given) == 2
-    return loss_and_count(*given) if pair else loss_and_count(given)
+    result = function(params, batch)
+    pair = isinstance(result, (tuple, list)) and not is_loss_output(result) and len(result) == 2
+    return loss_and_count(*result) if pair else loss_and_count(result)
 
 
 def two_sum(a: jax.Array, b: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -310,14 +310,14 @@ def token_normalized(
         is_last: Any,
         **extra: Any,
     ) -> tuple[Any, TokenNormalizedState]:
-        given = token_count_of(token_count, weighted)
-        given = given if isinstance(given, jax.Array) else np.asarray(given)
+        count_of = token_count_of(token_count, weighted)
+        count_of = count_of if isinstance(count_of, jax.Array) else np.asarray(count_of)
         if not weighted:
-            check_integer_count(array_spec(given))
-        check_token_count("token_count", array_spec(given), known(given), weighted)
+            check_integer_count(array_spec(count_of))
+        check_token_count("token_count", array_spec(count_of), known(count_of), weighted)
         if not weighted:
-            check_window_count(known(state.num_tokens), known(given))
-        count = jnp.asarray(given)
+            check_window_count(known(state.num_tokens), known(count_of))
+        count = jnp.asarray(count_of)
         own = varying(count) - varying(state.num_tokens)
         axes = tuple(sorted(map(str, own)))
         WINDOWS.require("count_of_all", not axes, over=axes[0] if len(axes) == 1 else axes)

@@ -13,12 +13,12 @@ import jax
 from xentlib.arguments import (
     Arguments,
     DivergenceArguments,
-    GivenDivergenceArguments,
     LogitsArguments,
+    LogitsDivergenceArguments,
 )
 from xentlib.checks.call import known_names
 from xentlib.jax.losses.index import nll
-from xentlib.jax.losses.logprobs import given_logprobs, head_logprobs
+from xentlib.jax.losses.logprobs import head_logprobs, logits_logprobs
 from xentlib.logprobs import LogprobOutput
 from xentlib.nll import NLLOutput
 from xentlib.options import (
@@ -452,7 +452,7 @@ def vocab_parallel_logprobs(
     Sources: two-phase reduction as in Megatron-LM (arXiv 1909.08053), with lse kept so that the
     backward reduces nothing.
     """
-    return given_logprobs(
+    return logits_logprobs(
         LogitsArguments(
             logits=logits,
             labels=labels,
@@ -673,7 +673,7 @@ def vocab_parallel_divergence(
     from xentlib.jax.losses.divergence import logits_divergence
 
     return logits_divergence(
-        GivenDivergenceArguments(
+        LogitsDivergenceArguments(
             logits=logits,
             teacher=teacher,
             kind=kind,

@@ -45,8 +45,8 @@ def array(x: Any) -> Any:
 def as_array(value: Any, neutral: float | None, dtype: str) -> jax.Array | None:
     """A 0-d or per-token array; None where the value changes nothing."""
     if is_array(value):
-        given: jax.Array = array(value)
-        return given
+        converted: jax.Array = array(value)
+        return converted
     return None if value is None or value == neutral else jnp.asarray(value, dtype=dtype)
 
 

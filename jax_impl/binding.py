@@ -35,64 +35,64 @@ AS_GIVEN = ("hidden", "weight", "labels", "bias", "where", "token_weights", "cla
 
 
 def bind(
-    given: Arguments,
+    args: Arguments,
     place: Placement | None = None,
     *,
     recompute: bool = False,
     scalars: Scalars | None = None,
 ) -> tuple[Options, Arrays]:
     """A call of a head's function; of `NLLHead`, which knows where its arrays are. `recompute`: its
-    backward reads the head's values again. `scalars`: of a function with more of them than `given`
+    backward reads the head's values again. `scalars`: of a function with more of them than `args`
     has."""
-    check_reduction(given)
-    given = unwrapped_args(plain_args(given))
-    only_arrays(**given._asdict())
-    given, low = head_of(given)
-    hidden, weight = given.hidden, given.weight
+    check_reduction(args)
+    args = unwrapped_args(plain_args(args))
+    only_arrays(**args._asdict())
+    args, low = head_of(args)
+    hidden, weight = args.hidden, args.weight
     if low is not None:
-        check_low_rank_here(given)
-    CALLS.require("reduced_in_jax", given.reduce_hidden_grad is not False)
+        check_low_rank_here(args)
+    CALLS.require("reduced_in_jax", args.reduce_hidden_grad is not False)
     if place is None:
-        place = placed(given, low, recompute=recompute)
-    axis = place.axis if place else axis_of(given, None if low is None else low.b)
+        place = placed(args, low, recompute=recompute)
+    axis = place.axis if place else axis_of(args, None if low is None else low.b)
     problem = check_head(
-        array_specs(given),
+        array_specs(args),
         sharded=axis is not None and place is None,
         classes=None if axis is None else axis.vocab_size,
     )
     if low is not None:
         check_low_rank(described(low), array_spec(hidden), problem)
     vocab_size = problem.vocab_size if axis is None else axis.vocab_size
-    gathered = place.gathered if place else axes_of(given.tokens_parallel)
-    if (given.gather, given.tokens_parallel, given.tokens_per_rank) != ("head", None, None):
-        check_route(given)
+    gathered = place.gathered if place else axes_of(args.tokens_parallel)
+    if (args.gather, args.tokens_parallel, args.tokens_per_rank) != ("head", None, None):
+        check_route(args)
         check_route_here(
-            given, placed=place is not None, alone=given.gather != "auto" or alone(hidden, weight)
+            args, placed=place is not None, alone=args.gather != "auto" or alone(hidden, weight)
         )
-    if given.tokens_parallel is not None:
-        varies = varies_over(hidden, given.tokens_parallel)
-        SHARDS.require("own_tokens", varies, axis=given.tokens_parallel)
-        mean = given.reduction == "mean" and given.denominator is None
+    if args.tokens_parallel is not None:
+        varies = varies_over(hidden, args.tokens_parallel)
+        SHARDS.require("own_tokens", varies, axis=args.tokens_parallel)
+        mean = args.reduction == "mean" and args.denominator is None
         ranks = math.prod(map(lax.axis_size, gathered))
         SHARDS.require("local_mean", not mean or ranks == 1, ranks=ranks)
-    check_values(given, vocab_size)
+    check_values(args, vocab_size)
     compute = problem.compute_dtype
     need_x64(compute)
     # Over shards a second chunk may cost an exchange or a GEMM.
     row_bytes = 0 if axis is not None else problem.vocab_size * ITEMSIZE[compute]
     target = target_of(hidden, weight)
     options = Options(
-        ignore_index=given.ignore_index,
-        scalars=scalars or scalars_of(given),
-        mean=given.reduction == "mean",
-        entropy=given.entropy or "entropy" in given.outputs,
-        predicted="predicted" in given.outputs,
+        ignore_index=args.ignore_index,
+        scalars=scalars or scalars_of(args),
+        mean=args.reduction == "mean",
+        entropy=args.entropy or "entropy" in args.outputs,
+        predicted="predicted" in args.outputs,
         gemm_dtype=problem.gemm_dtype,
         compute_dtype=compute,
         output_dtype=problem.output_dtype,
-        chunk_bytes=chunk_bytes(given.max_chunk_bytes, target, row_bytes),
+        chunk_bytes=chunk_bytes(args.max_chunk_bytes, target, row_bytes),
         platform=target.platform,
-        transposed=given.weight_layout == "HV",
+        transposed=args.weight_layout == "HV",
         axis=axis,
         place=place,
         gathered=gathered,
@@ -101,48 +101,48 @@ def bind(
     if low is not None:
         adapters = {"low_in": array(low.a), "low_out": array(low.b), "keep": array(low.keep)}
         adapters["scale"] = as_array(low.scale, None, compute)
-    plain_arrays: dict[str, Any] = {name: array(getattr(given, name)) for name in AS_GIVEN}
+    plain_arrays: dict[str, Any] = {name: array(getattr(args, name)) for name in AS_GIVEN}
     arrays = Arrays(
         **plain_arrays,
         **adapters,
-        logit_scale=as_array(given.logit_scale, 1.0, compute),
-        temperature=as_array(given.temperature, 1.0, compute),
-        denominator=as_array(given.denominator, None, compute),
-        scalars={x: array(y) for x in Scalars._fields if is_array(y := getattr(given, x, None))},
+        logit_scale=as_array(args.logit_scale, 1.0, compute),
+        temperature=as_array(args.temperature, 1.0, compute),
+        denominator=as_array(args.denominator, None, compute),
+        scalars={x: array(y) for x in Scalars._fields if is_array(y := getattr(args, x, None))},
     )
     return options, arrays
 
 
-def bind_logits(given: LogitsArguments, scalars: Scalars | None = None) -> tuple[Options, Arrays]:
+def bind_logits(args: LogitsArguments, scalars: Scalars | None = None) -> tuple[Options, Arrays]:
     """The same of a function of given logits."""
-    given = unwrapped_args(plain_args(given))
-    only_arrays(**given._asdict())
-    logits, labels, shard = given.logits, given.labels, given.shard
-    problem = check_logits(array_specs(given))
+    args = unwrapped_args(plain_args(args))
+    only_arrays(**args._asdict())
+    logits, labels, shard = args.logits, args.labels, args.shard
+    problem = check_logits(array_specs(args))
     axis = None
-    if given.vocab_parallel is not None:
-        axis = axis_for(given.vocab_parallel, problem.columns, shard=shard, logits=logits)
+    if args.vocab_parallel is not None:
+        axis = axis_for(args.vocab_parallel, problem.columns, shard=shard, logits=logits)
     vocab_size = axis.vocab_size if axis else problem.columns
-    check_labels(labels, given.where, given.ignore_index, vocab_size)
+    check_labels(labels, args.where, args.ignore_index, vocab_size)
     need_x64(problem.compute_dtype)
     ends = None if shard is None else [jnp.int32(shard.start), jnp.int32(shard.stop)]
     target = target_of(logits)
     options = Options(
-        ignore_index=given.ignore_index,
-        scalars=scalars or scalars_of(given),
-        entropy=given.entropy,
+        ignore_index=args.ignore_index,
+        scalars=scalars or scalars_of(args),
+        entropy=args.entropy,
         gemm_dtype=str(logits.dtype),
         compute_dtype=problem.compute_dtype,
         output_dtype=problem.output_dtype,
-        chunk_bytes=chunk_bytes(given.max_chunk_bytes, target),
+        chunk_bytes=chunk_bytes(args.max_chunk_bytes, target),
         platform=target.platform,
         axis=axis,
     )
     arrays = Arrays(
         hidden=array(logits),
         labels=array(labels),
-        where=array(given.where),
-        temperature=as_array(given.temperature, 1.0, problem.compute_dtype),
+        where=array(args.where),
+        temperature=as_array(args.temperature, 1.0, problem.compute_dtype),
         shard=None if ends is None else jnp.stack(ends),
     )
     return options, arrays

@@ -80,10 +80,10 @@ class Evaluation(NamedTuple):
     ) -> Evaluation:
         named = {"loss": loss, "loss_sum": loss_sum, "loss_mean": loss_mean}
         name = check_one_loss([name for name, x in named.items() if x is not None])
-        mean, given = name == "loss_mean", named[name]
-        loss, num_tokens = loss_and_count(given, num_tokens, mean=mean)
-        WINDOWS.require("named", name != "loss" or is_loss_output(given))
-        check_name(given, mean)
+        mean, value = name == "loss_mean", named[name]
+        loss, num_tokens = loss_and_count(value, num_tokens, mean=mean)
+        WINDOWS.require("named", name != "loss" or is_loss_output(value))
+        check_name(value, mean)
         if mean:  # of no token it may be NaN
             count = jnp.asarray(num_tokens).astype(jnp.float32)
             loss = jnp.where(count == 0, 0.0, jnp.asarray(loss).astype(jnp.float32) * count)

@@ -53,18 +53,18 @@ LAYERS = (
 )
 
 
-def head_of(given: Arguments) -> tuple[Arguments, LowRankHead[jax.Array] | None]:
+def head_of(args: Arguments) -> tuple[Arguments, LowRankHead[jax.Array] | None]:
     """The call with a module's arrays in place of the module, in the dtypes that it casts to, and
     the head that its weight is of, if it has a low-rank part."""
-    module = given.weight
+    module = args.weight
     if isinstance(module, LowRankHead):
         low = LowRankHead(*map(unwrapped, map(plain, module)))
         single = not isinstance(low.weight, LowRankHead)
         MODULES.require("low_rank", single, kind=type(low.weight).__name__)
-        given, _ = head_of(given._replace(weight=low.weight))
-        return given, low._replace(weight=given.weight)
+        args, _ = head_of(args._replace(weight=low.weight))
+        return args, low._replace(weight=args.weight)
     if is_array(module):
-        return given, None
+        return args, None
     layer = next((x for x in LAYERS if isinstance(module, loaded(x.package, x.name))), None)
     if layer is None or not is_plain(module, layer):
         refuse(module)
@@ -81,7 +81,7 @@ def head_of(given: Arguments) -> tuple[Arguments, LowRankHead[jax.Array] | None]
             f"a {kind} with a `dot_general` of its own, which may quantise",
             f"Leave that out, or pass {ARRAY}.",
         )
-    weight, bias = parameters(module, layer, given.hidden)
+    weight, bias = parameters(module, layer, args.hidden)
     if not is_array(weight):
         came = "nothing yet" if weight is None else f"a {type(weight).__name__}, no array"
         refuse_module(
@@ -89,13 +89,13 @@ def head_of(given: Arguments) -> tuple[Arguments, LowRankHead[jax.Array] | None]
             f"Pass {ARRAY}; of a quantised layer what its own method dequantises it to.",
         )
     layout: WeightLayout = getattr(module, "weight_layout", layer.layout)
-    agreed = given.weight_layout == layout
-    two = bias is not None and given.bias is not None
-    check_beside_module(kind, two, "VH" if agreed else given.weight_layout)
-    hidden, weight, bias = cast(module, layer, given.hidden, weight, bias)
-    bias = given.bias if bias is None else bias
-    given = given._replace(hidden=hidden, weight=weight, bias=bias, weight_layout=layout)
-    return given, None
+    agreed = args.weight_layout == layout
+    two = bias is not None and args.bias is not None
+    check_beside_module(kind, two, "VH" if agreed else args.weight_layout)
+    hidden, weight, bias = cast(module, layer, args.hidden, weight, bias)
+    bias = args.bias if bias is None else bias
+    args = args._replace(hidden=hidden, weight=weight, bias=bias, weight_layout=layout)
+    return args, None
 
 
 def parameters(module: Any, layer: Layer, hidden: Any) -> tuple[Any, Any]:
@@ -162,19 +162,19 @@ def loaded(package: str, *names: str) -> tuple[type, ...]:
     return tuple(getattr(module, name) for name in names if hasattr(module, name))
 
 
-def refuse(given: Any) -> NoReturn:
+def refuse(weight: Any) -> NoReturn:
     """In the words for what it is: an array of another kind, parameters by name, or a module."""
-    package, kind = framework_of(type(given)), type(given).__name__
-    plain = isinstance(given, (list, tuple, int, float, type(None)))
+    package, kind = framework_of(type(weight)), type(weight).__name__
+    plain = isinstance(weight, (list, tuple, int, float, type(None)))
     if plain or kind in ("Tensor", "Parameter"):
-        refuse_array("weight", given)
-    if isinstance(given, loaded(*ADAPTERS)):
+        refuse_array("weight", weight)
+    if isinstance(weight, loaded(*ADAPTERS)):
         refuse_module(
             f"a {kind} of NNX, whose adapters would be lost",
             "Pass `LowRankHead(kernel[...], lora_a[...].T, lora_b[...].T)` of its arrays, with "
             "`weight_layout='HV'`.",
         )
-    if hasattr(given, "keys"):
+    if hasattr(weight, "keys"):
         refuse_module(
             f"a {kind}",
             "Pass an array of it, such as `weight['kernel']` with `weight_layout='HV'`, and "

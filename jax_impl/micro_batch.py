@@ -100,10 +100,10 @@ def check_traced(loss: Any, jaxpr: Any) -> None:
     WINDOWS.require("undivided", kind != SINCE)
 
 
-def kinds(jaxpr: Any, given: Sequence[str]) -> list[str]:
+def kinds(jaxpr: Any, of_inputs: Sequence[str]) -> list[str]:
     """Of each output what it is of a call of `chunked_nll`, "" where it is something else, was
     multiplied, or comes out of a loop."""
-    kind_of: dict[Any, str] = dict(zip(jaxpr.invars, given))
+    kind_of: dict[Any, str] = dict(zip(jaxpr.invars, of_inputs))
 
     def of(x: Any) -> str:
         return "" if isinstance(x, Literal) else kind_of.get(x, "")
@@ -161,20 +161,20 @@ def loss_and_count(loss: Any, num_tokens: Any = None, *, mean: bool = False) -> 
     return loss, num_tokens
 
 
-def token_count_of(given: Any, weighted: bool) -> Any:
+def token_count_of(out: Any, weighted: bool) -> Any:
     """The number or the weight of an `NLLOutput`'s tokens; any other count as it is.
 
     Where weights are not counted and the loss has some, the number is no denominator: refused, or
     -1 where that is traced.
     """
-    if not is_loss_output(given):
-        if given is None:
+    if not is_loss_output(out):
+        if out is None:
             check_token_count("token_count", None, None, weighted)
-        WINDOWS.require("no_pair", not isinstance(given, (tuple, list)), kind=type(given).__name__)
-        WINDOWS.require("count_of_sum", COUNT not in returned(given))
-        return given
-    check_loss_sum(array_spec(given.loss), given.denominator is not None, SUM)
-    number, weight = jnp.asarray(given.num_tokens), jnp.asarray(given.weight_sum)
+        WINDOWS.require("no_pair", not isinstance(out, (tuple, list)), kind=type(out).__name__)
+        WINDOWS.require("count_of_sum", COUNT not in returned(out))
+        return out
+    check_loss_sum(array_spec(out.loss), out.denominator is not None, SUM)
+    number, weight = jnp.asarray(out.num_tokens), jnp.asarray(out.weight_sum)
     if weighted:
         return weight
     alike = weight == number.astype(weight.dtype)

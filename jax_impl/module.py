@@ -56,17 +56,17 @@ def options_of(module: NLLHead | LinenNLLHead, options: dict[str, Any]) -> dict[
 
 
 def call_head(
-    module: NLLHead | LinenNLLHead, given: Arguments, *specs: P
+    module: NLLHead | LinenNLLHead, args: Arguments, *specs: P
 ) -> NLLOutput[jax.Array] | LogprobOutput[jax.Array]:
     """The head's function, under a mesh with its arrays where `specs` of kernel and bias say."""
-    where = placement(module, given, *specs)
+    where = placement(module, args, *specs)
     if where is None:
-        given = given._replace(vocab_parallel=module.vocab_parallel)
-    return head_logprobs(given, where) if module.per_token else nll(given, where)
+        args = args._replace(vocab_parallel=module.vocab_parallel)
+    return head_logprobs(args, where) if module.per_token else nll(args, where)
 
 
 def placement(
-    module: NLLHead | LinenNLLHead, given: Arguments, kernel_spec: P, bias_spec: P
+    module: NLLHead | LinenNLLHead, args: Arguments, kernel_spec: P, bias_spec: P
 ) -> Placement | None:
     """Of a call under a mesh that nobody but the module knows of."""
     tokens, parallel = module.tokens, module.vocab_parallel
@@ -75,17 +75,17 @@ def placement(
     spread = tokens if isinstance(tokens, P) else P(tokens)
     name = parallel.over if isinstance(parallel, PaddedVocab) else parallel
     named = [one for entry in (*spread, name) for one in axes_of(entry)]
-    meshes = [jax.typeof(x).sharding.mesh for x in (given.weight, given.hidden)]
+    meshes = [jax.typeof(x).sharding.mesh for x in (args.weight, args.hidden)]
     mesh = next((x for x in meshes if not x.empty), jax.sharding.get_abstract_mesh())
     types = dict(zip(mesh.axis_names, mesh.axis_types))
     axes, unknown = tuple(types), [one for one in named if one not in types]
     PLACEMENTS.require("mesh_axes", not unknown, axes=axes, unknown=(*unknown, None)[0])
-    leading = given.hidden.ndim - 1
+    leading = args.hidden.ndim - 1
     PLACEMENTS.require("dimensions", len(spread) <= leading, of=leading, spread=len(spread))
     if any(types[one] is AxisType.Manual for one in named):  # inside the user's own `shard_map`
         return None
-    given = given._replace(vocab_parallel=parallel)
-    return place(mesh, spread, kernel_spec, bias_spec, given, recompute=module.per_token)
+    args = args._replace(vocab_parallel=parallel)
+    return place(mesh, spread, kernel_spec, bias_spec, args, recompute=module.per_token)
 
 
 class NLLHead(nnx.Linear):
@@ -197,8 +197,8 @@ class NLLHead(nnx.Linear):
         options = options_of(self, options)
         arrays = (inputs, self.kernel[...], None if self.bias is None else self.bias[...])
         hidden, kernel, bias = self.promote_dtype(arrays, dtype=self.dtype)
-        given = Arguments(hidden, kernel, labels, bias=bias, weight_layout=layout, **options)
-        return call_head(self, given, annotated(self.kernel), annotated(self.bias))
+        args = Arguments(hidden, kernel, labels, bias=bias, weight_layout=layout, **options)
+        return call_head(self, args, annotated(self.kernel), annotated(self.bias))
 
 
 def annotated(param: Any) -> P:
@@ -264,8 +264,8 @@ class LinenNLLHead(nn.Dense):
         hidden, kernel, bias = self.promote_dtype(inputs, kernel, bias, dtype=self.dtype)
         kernel_spec = boxed(self.kernel_init, shape, self.param_dtype)
         bias_spec = boxed(self.bias_init, shape[1:], self.param_dtype)
-        given = Arguments(hidden, kernel, labels, bias=bias, weight_layout="HV", **options)
-        return call_head(self, given, kernel_spec, bias_spec)
+        args = Arguments(hidden, kernel, labels, bias=bias, weight_layout="HV", **options)
+        return call_head(self, args, kernel_spec, bias_spec)
 
 
 def boxed(init: Any, shape: tuple[int, ...], dtype: Any) -> P:

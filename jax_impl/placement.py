@@ -34,16 +34,16 @@ def axes_of(entry: Any) -> Axes:
     return () if entry is None else tuple(entry) if isinstance(entry, tuple) else (entry,)
 
 
-def placed(given: Arguments, low: LowRankHead[Any] | None, *, recompute: bool) -> Placement | None:
+def placed(args: Arguments, low: LowRankHead[Any] | None, *, recompute: bool) -> Placement | None:
     """By the arrays' types, on a mesh with Explicit axes."""
-    hidden, weight = given.hidden, given.weight
-    shardings = [explicit(x) for x in (hidden, weight, given.bias)]
+    hidden, weight = args.hidden, args.weight
+    shardings = [explicit(x) for x in (hidden, weight, args.bias)]
     meshes = [sharding[0] for sharding in (*shardings, *map(explicit, low or ())) if sharding]
     if not meshes or jnp.ndim(weight) != 2:  # the latter is refused where shapes are checked
         return None
     tokens, head, own = (sharding[1] if sharding else P() for sharding in shardings)
     tokens = P(*tokens[: jnp.ndim(hidden) - 1])
-    return place(meshes[0], tokens, head, own, given, recompute=recompute)
+    return place(meshes[0], tokens, head, own, args, recompute=recompute)
 
 
 def explicit(x: Any) -> tuple[Any, P] | None:
@@ -66,7 +66,7 @@ def alone(*arrays: Any) -> bool:
     )
 
 
-def configured(given: Arguments, mesh: Any, tokens: Any, weight: Any) -> Placement | None:
+def configured(args: Arguments, mesh: Any, tokens: Any, weight: Any) -> Placement | None:
     """By a trainer's own configuration: `tokens` and `weight` say which axes of its mesh spread the
     leading dimensions of the hidden states and the head.
 
@@ -81,11 +81,11 @@ def configured(given: Arguments, mesh: Any, tokens: Any, weight: Any) -> Placeme
         spread = ([one for one in axes_of(entry) if mesh.shape.get(one, 1) > 1] for entry in spec)
         return P(*(tuple(names) or None for names in spread))
 
-    return place(mesh, on_mesh(tokens), on_mesh(weight), P(), given)
+    return place(mesh, on_mesh(tokens), on_mesh(weight), P(), args)
 
 
 def place(
-    mesh: Any, tokens: P, weight: P, bias: P, given: Arguments, *, recompute: bool = False
+    mesh: Any, tokens: P, weight: P, bias: P, args: Arguments, *, recompute: bool = False
 ) -> Placement:
     """Axes of the vocabulary that spread no tokens, the leading ones, stay spread; shards over
     token axes are gathered by us, over others by the compiler before the call. With
@@ -94,8 +94,8 @@ def place(
     `vocab_parallel` names the axes that stay spread, or None. `recompute`: the function's backward
     reads the head's values again, which is for `gather="auto"`.
     """
-    layout, parallel, stay = given.weight_layout, given.vocab_parallel, given.gather == "hidden"
-    shape = jnp.shape(given.weight)
+    layout, parallel, stay = args.weight_layout, args.vocab_parallel, args.gather == "hidden"
+    shape = jnp.shape(args.weight)
     name, classes = parallel if isinstance(parallel, PaddedVocab) else (parallel, None)
     over = tuple(one for entry in tokens for one in axes_of(entry))
     entries = (*weight, None, None)[:2]
@@ -103,12 +103,12 @@ def place(
     leading = [i for i, one in enumerate(v) if one in over]
     of_others = v[: min(leading, default=len(v))] if name is None else axes_of(name)
     of_rows = v if v[: len(axes_of(name))] == axes_of(name) else of_others
-    if given.gather == "auto":
+    if args.gather == "auto":
         sizes = {True: 1, False: 1}  # of the axes that spread tokens, and of the others
         for one in of_rows:
             sizes[one in over] *= mesh.shape[one]
         there = any(one in over for one in of_rows) and not any(one in over for one in h)
-        stay = there and travels(given, sizes[False], sizes[True], recompute=recompute)
+        stay = there and travels(args, sizes[False], sizes[True], recompute=recompute)
     kept = of_rows if stay else of_others
 
     def pieces(axes: Axes, kept: Axes = ()) -> Axes:
@@ -146,17 +146,17 @@ def place(
     )
 
 
-def travels(given: Arguments, shards: int, ranks: int, *, recompute: bool) -> bool:
+def travels(args: Arguments, shards: int, ranks: int, *, recompute: bool) -> bool:
     """Whether `gather="auto"` stands for "hidden", of a vocabulary in `shards` that are spread over
     `ranks` with tokens of their own."""
-    count = plain(given.tokens_per_rank)
-    told = given._replace(vocab_parallel=None, tokens_parallel=None, tokens_per_rank=count)
+    count = plain(args.tokens_per_rank)
+    told = args._replace(vocab_parallel=None, tokens_parallel=None, tokens_per_rank=count)
     check_route(told)
-    hidden, weight = given.hidden, given.weight
+    hidden, weight = args.hidden, args.weight
     for name, x in (("hidden", hidden), ("weight", weight)):
         check_floating(name, array_spec(x))
     dtypes = [str(x.dtype) for x in (hidden, weight)]
-    columns, width = weight.shape if given.weight_layout == "VH" else weight.shape[::-1]
+    columns, width = weight.shape if args.weight_layout == "VH" else weight.shape[::-1]
     from xentlib.plan.routes import choose_gather
 
     chosen = choose_gather(
@@ -171,7 +171,7 @@ def travels(given: Arguments, shards: int, ranks: int, *, recompute: bool) -> bo
         param_dtype=dtypes[1],
         recompute=recompute,
         kept=True,  # what is gathered is there until the backward
-        max_chunk_bytes=given.max_chunk_bytes,
+        max_chunk_bytes=args.max_chunk_bytes,
         platform="cpu" if target_of(hidden, weight).platform == "cpu" else "gpu",
     )
     return chosen == "hidden"  # without a limit of memory it never is "stream"
@@ -256,8 +256,8 @@ def whole_rows(options: Options, arrays: Arrays) -> Arrays:
     if place is None:
         width = 0 if options.transposed else 1
         dimensions = {"hidden": 1, "weight": width, "low_in": 1, "low_out": 1}
-        given = {name: (getattr(arrays, name), k) for name, k in dimensions.items()}
-        whole: Any = {name: uncut(x, k) for name, (x, k) in given.items() if x is not None}
+        fields = {name: (getattr(arrays, name), k) for name, k in dimensions.items()}
+        whole: Any = {name: uncut(x, k) for name, (x, k) in fields.items() if x is not None}
         return arrays._replace(**whole)
 
     def gather(x: jax.Array, cut: tuple[Axes, ...]) -> jax.Array:

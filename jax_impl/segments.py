@@ -115,8 +115,8 @@ def select_segments(
     only_arrays(values=values, segment_ids=segment_ids, where=where)
     if segment_ids is None:
         refuse_array("segment_ids", segment_ids)
-    given = (values, segment_ids, num_segments, where)
-    count = check_segments(*map(array_spec, given))
+    args = (values, segment_ids, num_segments, where)
+    count = check_segments(*map(array_spec, args))
     check_kept(segment_ids, 0, {"segment_ids": segment_ids})
     if concrete_on_cpu(segment_ids, where):
         ids = np.asarray(segment_ids).astype(np.int64)

@@ -94,7 +94,7 @@ class TokenNormalizer:
         self.mode, self.empty, self.nonfinite = mode, empty, nonfinite
         self.lifecycle = Lifecycle()
         self.finished: Tensor | None = None  # T of the last window
-        self.given = model_or_engine, accelerator, scaler, sums, scale_wrt_gas
+        self.parts = model_or_engine, accelerator, scaler, sums, scale_wrt_gas
         self.count_group, self.alone = count_group, alone
         self._read()
 
@@ -102,7 +102,7 @@ class TokenNormalizer:
         """The wrapper as it is now: hooks, factors and accumulation steps may change."""
         from xentlib.torch.wrappers.models import detect_wrapper
 
-        self.wrapper = detect_wrapper(*self.given)
+        self.wrapper = detect_wrapper(*self.parts)
         self._check_alone()
         self.group = self.wrapper.group if self.count_group is None else self.count_group
         groups = (self.group, self.wrapper.group)
@@ -130,7 +130,7 @@ class TokenNormalizer:
         """Refuse a model that seems to be alone on several ranks, and one that only is said to."""
         plain = self.wrapper.reduction.wrapper == "plain"
         ranks = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
-        name = type(self.given[0]).__name__
+        name = type(self.parts[0]).__name__
         if self.alone and not plain:
             raise UnsupportedWrapperError(
                 f"`alone` must be False for a {name}, which reduces gradients over ranks; got "

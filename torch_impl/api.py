@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from xentlib.arguments import (
     Arguments,
     DivergenceArguments,
-    GivenDivergenceArguments,
     LogitsArguments,
+    LogitsDivergenceArguments,
 )
 from xentlib.checks.call import known_names
 from xentlib.logprobs import LogprobOutput
@@ -35,7 +35,7 @@ from xentlib.plan import VocabShard
 from xentlib.soft_labels import SoftLabels
 from xentlib.teacher import TeacherHead, TeacherLogits, TeacherTopK
 from xentlib.torch.losses.index import nll
-from xentlib.torch.losses.logprobs import given_logprobs, head_logprobs
+from xentlib.torch.losses.logprobs import head_logprobs, logits_logprobs
 
 if TYPE_CHECKING:
     from xentlib.divergence import DivergenceOutput
@@ -453,7 +453,7 @@ def vocab_parallel_logprobs(
     Sources: two-phase reduction as in Megatron-LM (arXiv 1909.08053), with lse kept so that the
     backward reduces nothing.
     """
-    return given_logprobs(
+    return logits_logprobs(
         LogitsArguments(
             logits=logits,
             labels=labels,
@@ -674,7 +674,7 @@ def vocab_parallel_divergence(
     from xentlib.torch.losses.divergence import logits_divergence
 
     return logits_divergence(
-        GivenDivergenceArguments(
+        LogitsDivergenceArguments(
             logits=logits,
             teacher=teacher,
             kind=kind,

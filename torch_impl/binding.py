@@ -38,31 +38,31 @@ LEAVES = ("hidden", "weight", "bias", "logits")
 
 def bind(
     function: str,
-    given: Arguments,
+    args: Arguments,
     local: RowLayout | None = None,
     scalars: Scalars | None = None,
 ) -> tuple[Arguments, NLLProblem, HeadCall]:
     """A call of a head's function as this rank has it, its sizes, and what an operator takes.
     `local`: where the rows belong, if a wrapper has sharded the head and they stay there.
-    `scalars`: of a function with more of them than `given` has."""
-    given, low = split_lora(plain_args(given))
+    `scalars`: of a function with more of them than `args` has."""
+    args, low = split_lora(plain_args(args))
     if local is not None:  # it says who has the other rows
-        given = replaced(given, vocab_parallel=None)
-    of_mesh = (given.hidden, given.labels, given.weight, given.bias, *(low or ()))
-    if given.vocab_parallel is not None or any(map(is_dtensor, of_mesh)):
-        given, low, placed = local_head(given, low)
+        args = replaced(args, vocab_parallel=None)
+    of_mesh = (args.hidden, args.labels, args.weight, args.bias, *(low or ()))
+    if args.vocab_parallel is not None or any(map(is_dtensor, of_mesh)):
+        args, low, placed = local_head(args, low)
         local = local or placed
     local = local or RowLayout()
-    hidden, weight, labels, bias = given.hidden, given.weight, given.labels, given.bias
-    same_tokens(hidden, labels, given.where, given.token_weights, given.temperature)
+    hidden, weight, labels, bias = args.hidden, args.weight, args.labels, args.bias
+    same_tokens(hidden, labels, args.where, args.token_weights, args.temperature)
     problem = check_head(
-        array_specs(given),
+        array_specs(args),
         autocast_dtype=autocast_dtype(hidden),
         sharded=bool(local.group),
         # Shards meet once a chunk, and there must be as many on all ranks whatever their labels.
         labels_on_host=not local.group,
     )
-    check_derivatives(function, given)
+    check_derivatives(function, args)
     if low is not None:
         not_forward_mode(function, low.a, low.b)
         not_transformed(function, low.a, low.b)
@@ -75,39 +75,39 @@ def bind(
         weight=weight,
         labels=labels.reshape(-1),
         bias=bias,
-        where=tokens(given.where),
-        logit_scale=as_tensor(given.logit_scale, 1.0, hidden, compute),
-        temperature=tokens(as_tensor(given.temperature, 1.0, hidden, compute)),
-        ignore_index=given.ignore_index,
-        scalars=scalars or scalars_of(given),
+        where=tokens(args.where),
+        logit_scale=as_tensor(args.logit_scale, 1.0, hidden, compute),
+        temperature=tokens(as_tensor(args.temperature, 1.0, hidden, compute)),
+        ignore_index=args.ignore_index,
+        scalars=scalars or scalars_of(args),
         gemm_dtype=getattr(torch, problem.gemm_dtype),
         compute_dtype=compute,
-        chunk_bytes=given.max_chunk_bytes or 0,
-        transposed=given.weight_layout == "HV",
-        reduce_hidden=given.reduce_hidden_grad,
+        chunk_bytes=args.max_chunk_bytes or 0,
+        transposed=args.weight_layout == "HV",
+        reduce_hidden=args.reduce_hidden_grad,
         rows=local,
         low_in=None if low is None else low.a,
         low_out=None if low is None else low.b,
         low_keep=None if low is None or low.keep is None else low.keep.reshape(flat.shape),
         low_scale=1.0 if low is None else float(low.scale),
-        denominator_is_0=known_0(given.denominator, hidden),
+        denominator_is_0=known_0(args.denominator, hidden),
     )
-    return given, problem, call
+    return args, problem, call
 
 
 def bind_logits(
-    function: str, given: LogitsArguments, scalars: Scalars | None = None
+    function: str, args: LogitsArguments, scalars: Scalars | None = None
 ) -> tuple[LogitsArguments, LogitsProblem, HeadCall]:
     """The same of a function of given logits."""
-    only_tensors(**given._asdict())
-    given = plain_args(given)
-    logits, parallel, shard = local_logits(given.logits, given.vocab_parallel, given.shard)
-    labels = replicated("labels", given.labels)
-    given = given._replace(logits=logits, labels=labels, vocab_parallel=parallel, shard=shard)
-    same_tokens(logits, labels, given.where, given.temperature)
-    whole = given.vocab_parallel is None
-    problem = check_logits(array_specs(given), labels_on_host=whole)
-    check_derivatives(function, given)
+    only_tensors(**args._asdict())
+    args = plain_args(args)
+    logits, parallel, shard = local_logits(args.logits, args.vocab_parallel, args.shard)
+    labels = replicated("labels", args.labels)
+    args = args._replace(logits=logits, labels=labels, vocab_parallel=parallel, shard=shard)
+    same_tokens(logits, labels, args.where, args.temperature)
+    whole = args.vocab_parallel is None
+    problem = check_logits(array_specs(args), labels_on_host=whole)
+    check_derivatives(function, args)
     compute = getattr(torch, problem.compute_dtype)
     columns = logits.reshape(problem.num_tokens, problem.columns)
     call = HeadCall(
@@ -115,19 +115,19 @@ def bind_logits(
         weight=None,
         labels=labels.reshape(-1),
         bias=None,
-        where=tokens(given.where),
+        where=tokens(args.where),
         logit_scale=None,
-        temperature=tokens(as_tensor(given.temperature, 1.0, logits, compute)),
-        ignore_index=given.ignore_index,
-        scalars=scalars or scalars_of(given),
+        temperature=tokens(as_tensor(args.temperature, 1.0, logits, compute)),
+        ignore_index=args.ignore_index,
+        scalars=scalars or scalars_of(args),
         gemm_dtype=compute,  # of no product
         compute_dtype=compute,
-        chunk_bytes=given.max_chunk_bytes or 0,
+        chunk_bytes=args.max_chunk_bytes or 0,
         transposed=False,
         reduce_hidden=False,
         rows=local_columns(columns, parallel, shard),
     )
-    return given, problem, call
+    return args, problem, call
 
 
 def scalars_of(args: Any) -> Scalars:
@@ -139,10 +139,10 @@ def scalars_of(args: Any) -> Scalars:
     return Scalars(**numbers)
 
 
-def check_derivatives(function: str, given: Arguments | LogitsArguments) -> None:
+def check_derivatives(function: str, args: Arguments | LogitsArguments) -> None:
     """Refuse derivatives that would be dropped without a word: tangents, and gradients of what is
     a constant."""
-    named: dict[str, Any] = given._asdict()
+    named: dict[str, Any] = args._asdict()
     not_forward_mode(function, *named.values())
     not_transformed(function, *named.values())
     not_differentiable(**{name: x for name, x in named.items() if name not in LEAVES})

@@ -303,8 +303,8 @@ def not_transformed(function: str, *inputs: Any) -> None:
 
 def layers(*inputs: Any) -> Iterator[Tensor]:
     """The tensors of a call, and what the transforms of `torch.func` have wrapped in them."""
-    for given in inputs:
-        x = given
+    for value in inputs:
+        x = value
         while isinstance(x, Tensor):
             yield x
             if torch.compiler.is_compiling() or not functorch.is_functorch_wrapped_tensor(x):

@@ -115,8 +115,8 @@ def select_segments(
         SEGMENT_TYPES.require("sharded", not is_dtensor(x), name=name)
     if segment_ids is None:
         refuse_array("segment_ids", segment_ids)
-    given = (values, segment_ids, num_segments, where)
-    count = check_segments(*map(array_spec, given))
+    args = (values, segment_ids, num_segments, where)
+    count = check_segments(*map(array_spec, args))
     ids_N = segment_ids.flatten().long()  # PyTorch has few operators for uint16 and uint32
     counts_N = ids_N >= 0
     if where is not None:

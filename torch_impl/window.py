@@ -136,8 +136,8 @@ class Window:
         labels, where, weights, ignore_index = self.declared
         total = torch.zeros((), dtype=torch.float64, device=self.device)
         size = torch.zeros_like(total)
-        for k, given in enumerate(labels):
-            y = of_tokens(given)
+        for k, of_batch in enumerate(labels):
+            y = of_tokens(of_batch)
             check_counted(
                 array_spec(y),
                 None if where is None else array_spec(where[k]),
@@ -248,9 +248,9 @@ class Window:
             raise self._mismatch(str(handed_out), declared)
         life.step("seal", "window.micro_batches")
 
-    def _mismatch(self, given: str, declared: int) -> CountMismatchError:
+    def _mismatch(self, counted: str, declared: int) -> CountMismatchError:
         return CountMismatchError(
-            f"`batches` must be as many as `labels`; got {given} micro-batches and labels of "
+            f"`batches` must be as many as `labels`; got {counted} micro-batches and labels of "
             f"{declared}. Pass the labels of all micro-batches of this window."
         )
 

@@ -31,9 +31,9 @@ __all__ = [
     "Arguments",
     "Array",
     "DivergenceArguments",
-    "GivenDivergenceArguments",
     "Head",
     "LogitsArguments",
+    "LogitsDivergenceArguments",
     "Scalars",
 ]
 
@@ -124,7 +124,7 @@ class DivergenceArguments(NamedTuple):
     weight_layout: WeightLayout = "VH"
 
 
-class GivenDivergenceArguments(NamedTuple):
+class LogitsDivergenceArguments(NamedTuple):
     """Of `vocab_parallel_divergence`."""
 
     logits: Array

@@ -138,8 +138,8 @@ def flat(arrays: Arrays) -> Arrays:
     for name in ("kept", "ids", "log_q"):
         if getattr(arrays, name) is not None:
             shapes[name] = (arrays.labels.size, getattr(arrays, name).shape[-1])
-    given = ((name, getattr(arrays, name)) for name in shapes)
-    reshaped: Any = {name: jnp.reshape(x, shapes[name]) for name, x in given if x is not None}
+    fields = ((name, getattr(arrays, name)) for name in shapes)
+    reshaped: Any = {name: jnp.reshape(x, shapes[name]) for name, x in fields if x is not None}
     if arrays.teacher is not None:
         reshaped["teacher"] = flat(arrays.teacher)
     return arrays._replace(**reshaped)

@@ -113,11 +113,11 @@ def on_host(labels: Any, where: Any, ignore_index: int) -> tuple[Any, Any]:
     return labels, valid_tokens(labels, where, ignore_index)
 
 
-def check_values(given: Arguments, vocab_size: int) -> None:
+def check_values(args: Arguments, vocab_size: int) -> None:
     """Refuse a label outside the vocabulary, and a denominator of 0 for tokens that count, where
     values can be read."""
-    labels, where, ignore_index = given.labels, given.where, given.ignore_index
-    weights, denominator = given.token_weights, given.denominator
+    labels, where, ignore_index = args.labels, args.where, args.ignore_index
+    weights, denominator = args.token_weights, args.denominator
     check_labels(labels, where, ignore_index, vocab_size)
     if denominator is None or not concrete_on_cpu(labels, where, weights, denominator):
         return

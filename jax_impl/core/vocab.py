@@ -36,13 +36,13 @@ class Axis(NamedTuple):
     vocab_size: int
 
 
-def axis_of(given: Arguments, b: Any = None) -> Axis | None:
+def axis_of(args: Arguments, b: Any = None) -> Axis | None:
     """Of `vocab_parallel`, for this device's rows of a head, and of its low-rank part."""
-    parallel, weight = given.vocab_parallel, given.weight
+    parallel, weight = args.vocab_parallel, args.weight
     if parallel is None or jnp.ndim(weight) != 2:  # the latter is refused where shapes are checked
         return None
-    columns = jnp.shape(weight)[0 if given.weight_layout == "VH" else 1]
-    return axis_for(parallel, columns, weight=weight, bias=given.bias, b=b)
+    columns = jnp.shape(weight)[0 if args.weight_layout == "VH" else 1]
+    return axis_for(parallel, columns, weight=weight, bias=args.bias, b=b)
 
 
 def axis_for(parallel: Any, columns: int, shard: VocabShard | None = None, **local: Any) -> Axis:
@@ -79,11 +79,11 @@ def checks_types(name: Any) -> bool:
     return bool(varying(lax.axis_index(name)))
 
 
-def shard_here(axis: Axis, columns: int, given: jax.Array | None) -> VocabShard:
+def shard_here(axis: Axis, columns: int, ends: jax.Array | None) -> VocabShard:
     """This device's classes. Where none were given every device has as many columns, and what lies
     beyond the vocabulary is padding."""
-    if given is not None:
-        start, stop = given
+    if ends is not None:
+        start, stop = ends
         return VocabShard(start, stop, axis.vocab_size, columns - (stop - start))
     start = jnp.minimum(lax.axis_index(axis.name) * columns, axis.vocab_size).astype(jnp.int32)
     stop = jnp.minimum(start + columns, axis.vocab_size)

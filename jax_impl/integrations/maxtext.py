@@ -76,7 +76,7 @@ def vocab_tiling_nnx_loss(
             refuse_module("MaxText's DenseGeneral that is quantised", "Keep MaxText's own loss.")
         hidden, weight = hidden.astype(head.dtype), head.kernel[...].astype(head.dtype)
         bias = None if head.bias is None else head.bias[...]
-    given = Arguments(
+    args = Arguments(
         hidden,
         weight,
         data["targets"],
@@ -92,5 +92,5 @@ def vocab_tiling_nnx_loss(
     )
     rules = config.logical_axis_rules
     specs = (logical_to_mesh_axes(axes, rules) or () for axes in (TOKENS, names))
-    out = nll(given, configured(given, model.mesh, *specs))
+    out = nll(args, configured(args, model.mesh, *specs))
     return out.loss, out.z_loss

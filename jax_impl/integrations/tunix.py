@@ -79,9 +79,9 @@ def loss_fn_by(gather: Gather, *, tokens_per_rank: int | None = None) -> Callabl
     # NNX sorts what it is called with by its signature, which may have no options beside arrays.
     @wraps(loss_fn)
     def routed(*arrays: Any, **named: Any) -> jax.Array:
-        given = signature(loss_fn).bind(*arrays, **named)
-        given.apply_defaults()
-        return loss_of(**given.arguments, gather=gather, tokens_per_rank=tokens_per_rank)
+        bound = signature(loss_fn).bind(*arrays, **named)
+        bound.apply_defaults()
+        return loss_of(**bound.arguments, gather=gather, tokens_per_rank=tokens_per_rank)
 
     return routed
 
@@ -102,7 +102,7 @@ def loss_of(
     hidden = sown["all_hidden_states"].get_value()[-1]
     mask, shardings = input_mask[:, 1:], getattr(getattr(model, "config", None), "shd_config", None)
     hidden, weight, layout, spec = head_of_model(model, hidden, shardings)
-    given = Arguments(
+    args = Arguments(
         hidden[:, :-1],
         weight,
         input_tokens[:, 1:],
@@ -115,7 +115,7 @@ def loss_of(
     )
     tokens = () if shardings is None else shardings.act_btd[:2]
     mesh = None if spec is None else entered()
-    loss: jax.Array = nll(given, configured(given, mesh, tokens, spec)).loss
+    loss: jax.Array = nll(args, configured(args, mesh, tokens, spec)).loss
     return loss
 
 

@@ -132,12 +132,12 @@ def classes_forward(
 
 
 def upstream_rows(
-    logits: ChunkedLogits, kept: Residuals, given: ClassOutput, arrays: Arrays
+    logits: ChunkedLogits, kept: Residuals, cotangent: ClassOutput, arrays: Arrays
 ) -> jax.Array:
     """[1 + K + 3, N] in the compute dtype: gradients of the logits, alpha and beta of the rest, and
     lse."""
     compute, want = logits.options.compute_dtype, want_of(logits, arrays)
-    upstream, d_tail = given
+    upstream, d_tail = cotangent
     number = want.ids.shape[1] - max(0, want.kept)
     zeros = jnp.zeros(want.labels.shape, compute)
     none = jnp.zeros((*want.labels.shape, 0), compute)
@@ -243,50 +243,50 @@ def class_logprobs(options: Options, arrays: Arrays) -> LogprobOutput[Any]:
 _classes_jit = jax.jit(class_logprobs, static_argnums=(0,))
 
 
-def check_values(given: Any, vocab_size: int) -> None:
+def check_values(args: Any, vocab_size: int) -> None:
     """Refuse what is no class, and a label that was not kept, where values can be read."""
-    if not concrete_on_cpu(given.labels, given.where, given.kept, given.ids):
+    if not concrete_on_cpu(args.labels, args.where, args.kept, args.ids):
         return
-    labels, valid = on_host(given.labels, given.where, given.ignore_index)
-    for x in (given.kept, given.ids):
+    labels, valid = on_host(args.labels, args.where, args.ignore_index)
+    for x in (args.kept, args.ids):
         if x is not None:
             classes = np.asarray(x)[valid]
             wrong = classes[(classes < -1) | (classes >= vocab_size)]
             if wrong.size:
                 CALLS.refuse("ids", offender=int(wrong[0]), vocab_size=vocab_size)
-    if given.kept is not None:
-        kept, labels = np.asarray(given.kept)[valid], labels[valid]
+    if args.kept is not None:
+        kept, labels = np.asarray(args.kept)[valid], labels[valid]
         outside = labels[(kept >= 0).any(-1) & ~(kept == labels[:, None]).any(-1)]
         if outside.size:
             KEPT.refuse("outside", label=int(outside[0]))
 
 
-def run_classes(given: Any, options: Options, arrays: Arrays, source: str) -> LogprobOutput[Any]:
-    tokens = given.hidden if source == "hidden" else given.logits
-    check_classes(*map(array_spec, (given.kept, given.ids, tokens)), source=source)
+def run_classes(args: Any, options: Options, arrays: Arrays, source: str) -> LogprobOutput[Any]:
+    tokens = args.hidden if source == "hidden" else args.logits
+    check_classes(*map(array_spec, (args.kept, args.ids, tokens)), source=source)
     columns = arrays.hidden.shape[-1]
     if arrays.weight is not None:
         columns = arrays.weight.shape[int(options.transposed)]
     vocab_size = options.axis.vocab_size if options.axis else columns
-    check_top_k(given.top_k, vocab_size)
-    check_values(given, vocab_size)
-    kept = -1 if given.kept is None else given.kept.shape[-1]
-    options = options._replace(kept=kept, top_k=given.top_k)
-    arrays = arrays._replace(kept=array(given.kept), ids=array(given.ids))
+    check_top_k(args.top_k, vocab_size)
+    check_values(args, vocab_size)
+    kept = -1 if args.kept is None else args.kept.shape[-1]
+    options = options._replace(kept=kept, top_k=args.top_k)
+    arrays = arrays._replace(kept=array(args.kept), ids=array(args.ids))
     per_token = True, True if options.entropy else None, True, True
-    further = (given.ids is not None, given.top_k > 0, given.top_k > 0)
+    further = (args.ids is not None, args.top_k > 0, args.top_k > 0)
     outputs = LogprobOutput(*per_token, *(True if there else None for there in further))
     return run(_classes_jit, options, arrays, outputs)
 
 
-def head_classes(given: Arguments, place: Placement | None = None) -> LogprobOutput[Any]:
+def head_classes(args: Arguments, place: Placement | None = None) -> LogprobOutput[Any]:
     """`chunked_logprobs` with `kept`, `ids` or `top_k`."""
-    options, arrays = bind(given._replace(reduction="sum"), place, recompute=True)
-    return run_classes(given, options, arrays, "hidden")
+    options, arrays = bind(args._replace(reduction="sum"), place, recompute=True)
+    return run_classes(args, options, arrays, "hidden")
 
 
-def given_classes(given: LogitsArguments) -> LogprobOutput[Any]:
+def logits_classes(args: LogitsArguments) -> LogprobOutput[Any]:
     """`vocab_parallel_logprobs` with `kept`, `ids` or `top_k`."""
-    options, arrays = bind_logits(given)
-    KEPT.require("smoothing", not given.label_smoothing, eps=given.label_smoothing)
-    return run_classes(given, options, arrays, "logits")
+    options, arrays = bind_logits(args)
+    KEPT.require("smoothing", not args.label_smoothing, eps=args.label_smoothing)
+    return run_classes(args, options, arrays, "logits")

@@ -16,8 +16,8 @@ from xentlib.algebra import WantedStats
 from xentlib.arguments import (
     Arguments,
     DivergenceArguments,
-    GivenDivergenceArguments,
     LogitsArguments,
+    LogitsDivergenceArguments,
 )
 from xentlib.checks.divergence import (
     DIVERGING,
@@ -47,7 +47,7 @@ from xentlib.jax.losses.loss import (
     scale_gradients,
     token_weights,
 )
-from xentlib.jax.losses.teacher import bind_teacher, given_teacher, labels_for, of_both
+from xentlib.jax.losses.teacher import bind_teacher, labels_for, logits_teacher, of_both
 from xentlib.jax.micro_batch import labelled
 from xentlib.jax.placement import run, whole_rows
 from xentlib.options import DIVERGENCE_OUTPUTS
@@ -245,13 +245,13 @@ def _divergence(options: Options, arrays: Arrays) -> DivergenceOutput[Any]:
 
 def _divergence_fwd(options: Options, primals: Any) -> tuple[DivergenceOutput[Any], Any]:
     needs, each = wanted(primals.constants, *primals.leaves), options.divergence.each
-    given = primal_values(primals)
-    arrays = both_whole(options, given)
+    values = primal_values(primals)
+    arrays = both_whole(options, values)
     made_at_once = Needs() if each else needs
     output, of_tokens, gradients, valid_N = divergence_forward(options, made_at_once, arrays)
     # A residual must be an array: empty ones carry the types of the inputs to the backward, and
     # the sizes of others (1 or 0) which gradients are wanted.
-    types = tuple(None if x is None else jnp.ravel(x)[:0] for x in given.leaves)
+    types = tuple(None if x is None else jnp.ravel(x)[:0] for x in values.leaves)
     markers = tuple(jnp.zeros((int(need),)) for need in needs)
     return output, (gradients, valid_N, types, (of_tokens, arrays, markers) if each else ())
 
@@ -282,51 +282,51 @@ OF_STUDENT = tuple(
 )
 
 
-def head_divergence(given: DivergenceArguments) -> DivergenceOutput[Any]:
+def head_divergence(args: DivergenceArguments) -> DivergenceOutput[Any]:
     """`chunked_divergence` of its arguments."""
-    given = plain_args(given)
-    only_arrays(hidden=given.hidden)
-    check_divergence(given)
-    if isinstance(given.teacher, TeacherTopK):
+    args = plain_args(args)
+    only_arrays(hidden=args.hidden)
+    check_divergence(args)
+    if isinstance(args.teacher, TeacherTopK):
         from xentlib.jax.losses.top_k import top_k_divergence
 
-        return top_k_divergence(given)
-    DIVERGING.require("stream", given.gather != "stream")
-    given = given._replace(labels=labels_for(given.hidden, given.labels))
-    fields = {name: getattr(given, name) for name in OF_STUDENT}
-    each = given.reduction == "none"
-    fields["reduction"] = "sum" if each else given.reduction
-    student = Arguments(labels=given.labels, **fields)
-    options, arrays = bind(student, recompute=each, scalars=scalars_of(given))
+        return top_k_divergence(args)
+    DIVERGING.require("stream", args.gather != "stream")
+    args = args._replace(labels=labels_for(args.hidden, args.labels))
+    fields = {name: getattr(args, name) for name in OF_STUDENT}
+    each = args.reduction == "none"
+    fields["reduction"] = "sum" if each else args.reduction
+    student = Arguments(labels=args.labels, **fields)
+    options, arrays = bind(student, recompute=each, scalars=scalars_of(args))
     with of_teacher():
-        of_head, teacher = bind_teacher(given, options, arrays)
-    if given.vocab == "intersect":
+        of_head, teacher = bind_teacher(args, options, arrays)
+    if args.vocab == "intersect":
         arrays, of_head, teacher = of_both(options, arrays, of_head, teacher)
-    names = given.outputs
+    names = args.outputs
     how = DivergenceOptions(
-        given.kind, given.temperature_squared, each, "teacher_entropy" in names, of_head
+        args.kind, args.temperature_squared, each, "teacher_entropy" in names, of_head
     )
     options = options._replace(entropy="entropy" in names, divergence=how)
     result = placed_divergence(options, arrays._replace(teacher=teacher), each)
-    return output_of(given, result, arrays.denominator)
+    return output_of(args, result, arrays.denominator)
 
 
 def output_of(
-    given: DivergenceArguments, result: DivergenceOutput[Any], denominator: jax.Array | None
+    args: DivergenceArguments, result: DivergenceOutput[Any], denominator: jax.Array | None
 ) -> DivergenceOutput[Any]:
     """What a call returns: the outputs that it asks for, of which the loss alone has a derivative,
     and what the loss was divided by."""
-    names, divisor = given.outputs, denominator
+    names, divisor = args.outputs, denominator
     absent: dict[str, Any] = {name: None for name in DIVERGENCE_OUTPUTS if name not in names}
-    if divisor is None and given.reduction == "mean":
+    if divisor is None and args.reduction == "mean":
         divisor = result.weight_sum
     result = result._replace(**absent, denominator=divisor)
     constant: DivergenceOutput[Any] = jax.tree.map(lax.stop_gradient, result)
     dependent = {x: y for x in REFUSED if (y := getattr(result, x)) is not None}
-    if not given.nll_weight:
+    if not args.nll_weight:
         del dependent["nll"]
     out = constant._replace(loss=result.loss, **named(dependent, FUNCTION))
-    return out if given.reduction == "none" else labelled(out, denominator)
+    return out if args.reduction == "none" else labelled(out, denominator)
 
 
 def placed_divergence(options: Options, arrays: Arrays, each: bool) -> DivergenceOutput[Any]:
@@ -337,20 +337,20 @@ def placed_divergence(options: Options, arrays: Arrays, each: bool) -> Divergenc
     return result
 
 
-def logits_divergence(given: GivenDivergenceArguments) -> DivergenceOutput[jax.Array]:
+def logits_divergence(args: LogitsDivergenceArguments) -> DivergenceOutput[jax.Array]:
     """`vocab_parallel_divergence` of its arguments."""
-    given = plain_args(given)
-    only_arrays(logits=given.logits)
-    check_kind(given)
-    check_only_logits(given)
-    names = [x for x in LogitsArguments._fields if x in GivenDivergenceArguments._fields]
-    fields = {name: getattr(given, name) for name in names}
-    of_logits = LogitsArguments(labels=labels_for(given.logits, None), **fields)
-    options, arrays = bind_logits(of_logits, scalars_of(given))
+    args = plain_args(args)
+    only_arrays(logits=args.logits)
+    check_kind(args)
+    check_only_logits(args)
+    names = [x for x in LogitsArguments._fields if x in LogitsDivergenceArguments._fields]
+    fields = {name: getattr(args, name) for name in names}
+    of_logits = LogitsArguments(labels=labels_for(args.logits, None), **fields)
+    options, arrays = bind_logits(of_logits, scalars_of(args))
     with of_teacher():
-        columns = given.logits.shape[-1]
-        own, teacher = given_teacher(given.teacher, of_logits, "logits", options, columns)
-    how = DivergenceOptions(given.kind, False, True, False, own)
+        columns = args.logits.shape[-1]
+        own, teacher = logits_teacher(args.teacher, of_logits, "logits", options, columns)
+    how = DivergenceOptions(args.kind, False, True, False, own)
     options = options._replace(divergence=how)
     result = placed_divergence(options, arrays._replace(teacher=teacher), True)
     constant = jax.tree.map(lax.stop_gradient, (result.num_tokens, result.weight_sum, result.nll))

@@ -155,23 +155,23 @@ def _nll_bwd(options: Options, residuals: Any, cotangent: NLLOutput[Any]) -> tup
 _nll_jit = jax.jit(differentiable(_nll, _nll_fwd, _nll_bwd), static_argnums=(0,))
 
 
-def nll(given: Arguments, place: Placement | None = None) -> NLLOutput[Any]:
+def nll(args: Arguments, place: Placement | None = None) -> NLLOutput[Any]:
     """`chunked_nll` of its arguments, which `NLLHead` has placed on a mesh."""
-    if is_soft(unwrapped(given.labels), unwrapped(given.hidden)):
+    if is_soft(unwrapped(args.labels), unwrapped(args.hidden)):
         from xentlib.jax.losses.soft_labels import soft_nll
 
-        return soft_nll(given, place)
-    options, arrays = bind(given, place)
+        return soft_nll(args, place)
+    options, arrays = bind(args, place)
     outputs = NLLOutput(False, False, False, False, **dict.fromkeys(OUTPUTS, True))
     result: NLLOutput[Any] = run(_nll_jit, options, arrays, outputs)
-    kept = {name: None for name in OUTPUTS if name not in given.outputs}
+    kept = {name: None for name in OUTPUTS if name not in args.outputs}
     divisor = arrays.denominator
     if divisor is None and options.mean:
         divisor = result.weight_sum
     result = result._replace(**kept, denominator=divisor)
     constant: NLLOutput[Any] = jax.tree.map(lax.stop_gradient, result)
     dependent = {x: y for x in REFUSED if (y := getattr(result, x)) is not None}
-    if is_zero(given.z_loss):
+    if is_zero(args.z_loss):
         del dependent["z_loss"]
     out = constant._replace(loss=result.loss, **named(dependent))
     return labelled(out, arrays.denominator)

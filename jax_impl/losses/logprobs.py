@@ -225,26 +225,26 @@ _logprobs_jit = jax.jit(
 )
 
 
-def head_logprobs(given: Arguments, place: Placement | None = None) -> LogprobOutput[Any]:
+def head_logprobs(args: Arguments, place: Placement | None = None) -> LogprobOutput[Any]:
     """`chunked_logprobs` of its arguments, which `NLLHead` has placed on a mesh."""
-    if given.kept is not None or given.ids is not None or not is_zero(given.top_k):
+    if args.kept is not None or args.ids is not None or not is_zero(args.top_k):
         from xentlib.jax.losses.classes import head_classes
 
-        return head_classes(given, place)
-    return _run_logprobs(*bind(given._replace(reduction="sum"), place, recompute=True))
+        return head_classes(args, place)
+    return _run_logprobs(*bind(args._replace(reduction="sum"), place, recompute=True))
 
 
-def given_logprobs(given: LogitsArguments) -> LogprobOutput[Any]:
+def logits_logprobs(args: LogitsArguments) -> LogprobOutput[Any]:
     """`vocab_parallel_logprobs` of its arguments."""
-    if is_soft(unwrapped(given.labels), unwrapped(given.logits)):
+    if is_soft(unwrapped(args.labels), unwrapped(args.logits)):
         from xentlib.jax.losses.soft_labels import logits_soft
 
-        return logits_soft(given)
-    if given.kept is not None or given.ids is not None or not is_zero(given.top_k):
-        from xentlib.jax.losses.classes import given_classes
+        return logits_soft(args)
+    if args.kept is not None or args.ids is not None or not is_zero(args.top_k):
+        from xentlib.jax.losses.classes import logits_classes
 
-        return given_classes(given)
-    return _run_logprobs(*bind_logits(given))
+        return logits_classes(args)
+    return _run_logprobs(*bind_logits(args))
 
 
 def _run_logprobs(options: Options, arrays: Arrays) -> LogprobOutput[Any]:

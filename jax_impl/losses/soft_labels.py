@@ -44,14 +44,14 @@ from xentlib.nll import OUTPUTS, NLLOutput
 from xentlib.soft_labels import SOFT_LABELS, Largest, SoftLabels
 
 
-def soft_nll(given: Arguments, place: Placement | None = None) -> NLLOutput[Any]:
+def soft_nll(args: Arguments, place: Placement | None = None) -> NLLOutput[Any]:
     """`chunked_nll` of arguments whose labels are class probabilities."""
-    soft: Any = given.labels
-    check_soft_options(given.outputs, given.gather)
-    only_arrays(hidden=unwrapped(given.hidden))
-    given = given._replace(labels=labels_for(unwrapped(given.hidden), None))
-    options, arrays = bind(given, place)
-    options, arrays = with_labels(options, arrays, soft, given, "hidden")
+    soft: Any = args.labels
+    check_soft_options(args.outputs, args.gather)
+    only_arrays(hidden=unwrapped(args.hidden))
+    args = args._replace(labels=labels_for(unwrapped(args.hidden), None))
+    options, arrays = bind(args, place)
+    options, arrays = with_labels(options, arrays, soft, args, "hidden")
     result: DivergenceOutput[Any] = placed_divergence(options, arrays, False)
     _, count, weight_sum, z_loss, _, logprobs, entropy, lse, _ = result
     divisor = arrays.denominator
@@ -59,9 +59,9 @@ def soft_nll(given: Arguments, place: Placement | None = None) -> NLLOutput[Any]
         divisor = weight_sum
     per_token: dict[str, Any] = dict.fromkeys(OUTPUTS)
     made = {"logprobs": logprobs, "entropy": entropy, "lse": lse}
-    per_token |= {name: x for name, x in made.items() if name in given.outputs}
+    per_token |= {name: x for name, x in made.items() if name in args.outputs}
     dependent = {name: x for name, x in per_token.items() if x is not None}
-    if not is_zero(given.z_loss):
+    if not is_zero(args.z_loss):
         dependent["z_loss"] = z_loss
     out = NLLOutput(result.loss, count, weight_sum, z_loss, **per_token, denominator=divisor)
     constant: NLLOutput[Any] = jax.tree.map(lax.stop_gradient, out)
@@ -69,11 +69,11 @@ def soft_nll(given: Arguments, place: Placement | None = None) -> NLLOutput[Any]
 
 
 def with_labels(
-    options: Options, arrays: Arrays, soft: Any, given: Any, name: str
+    options: Options, arrays: Arrays, soft: Any, args: Any, name: str
 ) -> tuple[Options, Arrays]:
     """With class probabilities: of all classes, or of some."""
-    source, ignore_index = array_spec(unwrapped(getattr(given, name))), given.ignore_index
-    check_read(given)
+    source, ignore_index = array_spec(unwrapped(getattr(args, name))), args.ignore_index
+    check_read(args)
     columns = classes_of(options, arrays) if name == "hidden" else arrays.hidden.shape[-1]
     if isinstance(soft, SoftLabels):
         ids, probs = map(unwrapped, soft)
@@ -81,8 +81,8 @@ def with_labels(
         of_few = SoftLabels(array_spec(ids), array_spec(probs))
         check_soft(of_few, source, name, columns, ignore_index)
         classes = options.axis.vocab_size if options.axis else columns
-        check_values(Arguments(None, None, given.labels, where=given.where, ids=ids), classes)
-        check_negative(probs, given.where, ids)
+        check_values(Arguments(None, None, args.labels, where=args.where, ids=ids), classes)
+        check_negative(probs, args.where, ids)
         ids, probs = array(ids), array(probs)
         labels = jnp.where((ids >= 0).any(-1), arrays.labels, ignore_index)  # no class, no token
         probs = jnp.where(ids >= 0, probs, jnp.zeros_like(probs))
@@ -92,15 +92,15 @@ def with_labels(
     probs = unwrapped(soft)
     SOFT.require("stay", not options.gathered, route="hidden")
     check_soft(array_spec(probs), source, name, columns, ignore_index)
-    check_negative(probs, given.where)
+    check_negative(probs, args.where)
     own, teacher = bind_logits(
         LogitsArguments(
             lax.stop_gradient(array(probs)),
-            given.labels,
-            vocab_parallel=given.vocab_parallel,
-            where=given.where,
-            max_chunk_bytes=given.max_chunk_bytes,
-            shard=getattr(given, "shard", None),
+            args.labels,
+            vocab_parallel=args.vocab_parallel,
+            where=args.where,
+            max_chunk_bytes=args.max_chunk_bytes,
+            shard=getattr(args, "shard", None),
         )
     )
     axis = options.axis if options.place else own.axis
@@ -188,14 +188,14 @@ def _soft_bwd(options: Options, residuals: Any, cotangent: LogprobOutput[Any]) -
 _soft_jit = jax.jit(differentiable(_soft, _soft_fwd, _soft_bwd), static_argnums=(0,))
 
 
-def logits_soft(given: LogitsArguments) -> LogprobOutput[Any]:
+def logits_soft(args: LogitsArguments) -> LogprobOutput[Any]:
     """`vocab_parallel_logprobs` of arguments whose labels are class probabilities."""
-    soft: Any = given.labels
-    SOFT.require("kept", given.kept is None and given.ids is None and is_zero(given.top_k))
-    only_arrays(logits=unwrapped(given.logits))
-    given = given._replace(labels=labels_for(unwrapped(given.logits), None))
-    options, arrays = bind_logits(given)
-    options, arrays = with_labels(options, arrays, soft, given, "logits")
+    soft: Any = args.labels
+    SOFT.require("kept", args.kept is None and args.ids is None and is_zero(args.top_k))
+    only_arrays(logits=unwrapped(args.logits))
+    args = args._replace(labels=labels_for(unwrapped(args.logits), None))
+    options, arrays = bind_logits(args)
+    options, arrays = with_labels(options, arrays, soft, args, "logits")
     outputs = LogprobOutput(True, True if options.entropy else None, True, None)
     result: LogprobOutput[Any] = run(_soft_jit, options, arrays, outputs)
     return result

@@ -37,32 +37,32 @@ def labels_for(source: Any, labels: Any) -> Any:
 
 
 def bind_teacher(
-    given: DivergenceArguments, options: Options, arrays: Arrays
+    args: DivergenceArguments, options: Options, arrays: Arrays
 ) -> tuple[Options, Arrays]:
     """Of the teacher of a student that is bound."""
-    teacher = given.teacher
-    if given.vocab == "intersect" and given.nll_weight:  # before a label that it lacks is refused
-        unlabelled = given._replace(labels=labels_for(given.hidden, None), nll_weight=0.0)
+    teacher = args.teacher
+    if args.vocab == "intersect" and args.nll_weight:  # before a label that it lacks is refused
+        unlabelled = args._replace(labels=labels_for(args.hidden, None), nll_weight=0.0)
         others = others_of(*bind_teacher(unlabelled, options, arrays))
-        check_common(classes_of(options, arrays), others, given.nll_weight)
+        check_common(classes_of(options, arrays), others, args.nll_weight)
     if isinstance(teacher, TeacherLogits):
-        DIVERGING.require("logits_stay", not options.gathered, route=given.gather)
-        columns = None if given.vocab != "same" else classes_of(options, arrays)
-        return given_teacher(teacher, given, "hidden", options, columns)
+        DIVERGING.require("logits_stay", not options.gathered, route=args.gather)
+        columns = None if args.vocab != "same" else classes_of(options, arrays)
+        return logits_teacher(teacher, args, "hidden", options, columns)
     assert isinstance(teacher, TeacherHead)
     states = unwrapped(teacher.hidden)
     only_arrays(hidden=states)
-    check_teacher_tokens("hidden", array_spec(states), "hidden", jnp.shape(given.hidden)[:-1])
-    shared = {name: getattr(given, name) for name in SHARED}
+    check_teacher_tokens("hidden", array_spec(states), "hidden", jnp.shape(args.hidden)[:-1])
+    shared = {name: getattr(args, name) for name in SHARED}
     if options.compute_dtype == "float64":
         shared["compute_dtype"] = "float64"
     shared["reduction"] = "sum"  # it has no loss
-    fields = teacher._asdict() | {"temperature": temperature_of(teacher, given.temperature)}
+    fields = teacher._asdict() | {"temperature": temperature_of(teacher, args.temperature)}
     own: Any
     of_head, own = bind(Arguments(**fields, **shared))
     compute = options.compute_dtype
     DIVERGING.require("wider", of_head.compute_dtype == compute, dtype=compute)
-    if given.vocab == "same":
+    if args.vocab == "same":
         sizes = classes_of(options, arrays), classes_of(of_head, own)
         check_vocabulary(*sizes, sharded=options.axis is not None and options.place is None)
     same = of_head.axis == options.axis and of_head.gathered == options.gathered
@@ -115,28 +115,28 @@ def temperature_of(teacher: Any, students: Any) -> Any:
     return students if teacher.temperature is None else teacher.temperature
 
 
-def given_teacher(
-    teacher: TeacherLogits[Any], given: Any, name: str, options: Options, columns: int | None
+def logits_teacher(
+    teacher: TeacherLogits[Any], args: Any, name: str, options: Options, columns: int | None
 ) -> tuple[Options, Arrays]:
     """Of precomputed logits beside a student's head or logits."""
-    logits, source = unwrapped(teacher.logits), array_spec(unwrapped(getattr(given, name)))
+    logits, source = unwrapped(teacher.logits), array_spec(unwrapped(getattr(args, name)))
     only_arrays(logits=logits)
     spec = TeacherLogits(array_spec(logits), array_spec(teacher.temperature))
     sharded = options.axis is not None and options.place is None
     check_teacher_logits(spec, name, source, columns, options.compute_dtype, sharded=sharded)
-    if given.vocab_parallel is None and concrete_on_cpu(logits, given.labels, given.where):
-        _, valid = on_host(labels_for(logits, given.labels), given.where, given.ignore_index)
+    if args.vocab_parallel is None and concrete_on_cpu(logits, args.labels, args.where):
+        _, valid = on_host(labels_for(logits, args.labels), args.where, args.ignore_index)
         rows = np.asarray(logits).reshape(-1, logits.shape[-1])
         check_no_probabilities(rows[np.flatnonzero(valid)[:8]].astype(np.float32))
     of_logits = LogitsArguments(
         logits,
-        labels_for(logits, given.labels),
-        vocab_parallel=given.vocab_parallel,
-        where=given.where,
-        ignore_index=given.ignore_index,
-        temperature=temperature_of(teacher, given.temperature),
-        max_chunk_bytes=given.max_chunk_bytes,
-        shard=getattr(given, "shard", None),
+        labels_for(logits, args.labels),
+        vocab_parallel=args.vocab_parallel,
+        where=args.where,
+        ignore_index=args.ignore_index,
+        temperature=temperature_of(teacher, args.temperature),
+        max_chunk_bytes=args.max_chunk_bytes,
+        shard=getattr(args, "shard", None),
     )
     own, arrays = bind_logits(of_logits)
     axis = options.axis if options.place else own.axis

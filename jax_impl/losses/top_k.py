@@ -123,33 +123,33 @@ def top_k_flat(options: Options, arrays: Arrays) -> DivergenceOutput[Any]:
 _top_k_jit = jax.jit(top_k_flat, static_argnums=(0,))
 
 
-def top_k_divergence(given: DivergenceArguments) -> DivergenceOutput[Any]:
+def top_k_divergence(args: DivergenceArguments) -> DivergenceOutput[Any]:
     """`chunked_divergence` of arguments with a `TeacherTopK`."""
-    teacher = given.teacher
+    teacher = args.teacher
     assert isinstance(teacher, TeacherTopK)
     ids, logprobs = map(unwrapped, (teacher.ids, teacher.logprobs))
     with of_teacher():
         only_arrays(labels=ids, logits=logprobs)
-        check_classes(None, array_spec(ids), array_spec(unwrapped(given.hidden)), source="hidden")
+        check_classes(None, array_spec(ids), array_spec(unwrapped(args.hidden)), source="hidden")
         check_logprobs(array_spec(ids), array_spec(logprobs))
-        check_temperatures(given.temperature, teacher.temperature)
-    fields = {name: getattr(given, name) for name in OF_STUDENT}
-    each, names = given.reduction == "none", given.outputs
-    fields |= {"reduction": "sum" if each else given.reduction, "entropy": "entropy" in names}
-    student = Arguments(labels=labels_for(given.hidden, given.labels), **fields)
-    options, arrays = bind(student, recompute=True, scalars=scalars_of(given))
+        check_temperatures(args.temperature, teacher.temperature)
+    fields = {name: getattr(args, name) for name in OF_STUDENT}
+    each, names = args.reduction == "none", args.outputs
+    fields |= {"reduction": "sum" if each else args.reduction, "entropy": "entropy" in names}
+    student = Arguments(labels=labels_for(args.hidden, args.labels), **fields)
+    options, arrays = bind(student, recompute=True, scalars=scalars_of(args))
     assert arrays.weight is not None
     columns = arrays.weight.shape[int(options.transposed)]
     classes = options.axis.vocab_size if options.axis else columns
     check_values(student._replace(ids=ids), classes)
     check_total(student, ids, logprobs)
-    how = TopKOptions(given.kind, teacher.tail, given.temperature_squared, each)
+    how = TopKOptions(args.kind, teacher.tail, args.temperature_squared, each)
     options = options._replace(divergence=how)
     arrays = arrays._replace(ids=array(ids), log_q=lax.stop_gradient(array(logprobs)))
     entropy = True if options.entropy else None
     outputs = DivergenceOutput(each, False, False, False, True, True, entropy)
     result: DivergenceOutput[Any] = run(_top_k_jit, options, arrays, outputs)
-    return output_of(given, result, arrays.denominator)
+    return output_of(args, result, arrays.denominator)
 
 
 def check_temperatures(call: Any, stored: Any) -> None:

@@ -78,7 +78,7 @@ class Unit(NamedTuple):
             yield rows, teacher, slice(rows.span.start - first, rows.span.stop - first)
 
 
-class GivenTeacher:
+class LogitsTeacher:
     """A teacher's precomputed logits [N, C], in the blocks of the student's."""
 
     gathered = False
@@ -128,7 +128,7 @@ class HeadTeacher:
         return zip(rows_of, self.logits.blocks(chunk), strict=True)
 
 
-Teacher = GivenTeacher | HeadTeacher
+Teacher = LogitsTeacher | HeadTeacher
 
 
 class UnitValues(NamedTuple):
@@ -206,7 +206,7 @@ class PairedLogits:
     def check_classes(self) -> None:
         """All ranks of a sharded vocabulary know by now that they have as many: logits have columns
         for the padding of a shard too, as its rows are."""
-        of_logits, student = isinstance(self.teacher, GivenTeacher), self.student
+        of_logits, student = isinstance(self.teacher, LogitsTeacher), self.student
         size = student.local_rows if of_logits else student.local_size
         check_vocabulary(size, self.teacher.classes, sharded=student.vocab.sharded)
 

@@ -113,9 +113,9 @@ class LogitsGradient:
     target's column with it. It has the strides of the logits, which may be a transposed view."""
 
     def __init__(self, logits: PrecomputedLogits) -> None:
-        self.logits, given = logits, logits.logits
-        whole = logits.tokens.computed == given.shape[0]
-        self.d_logits = torch.empty_like(given) if whole else torch.zeros_like(given)
+        self.logits, columns = logits, logits.logits
+        whole = logits.tokens.computed == columns.shape[0]
+        self.d_logits = torch.empty_like(columns) if whole else torch.zeros_like(columns)
         self.d_logits[:, logits.local_size :] = 0.0
 
     def passes(self, exponent: Tensor | None) -> Iterator[tuple[Any, Any]]:

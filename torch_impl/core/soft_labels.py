@@ -19,7 +19,7 @@ from xentlib.soft_labels import FAR, CrossEntropy, Largest, SoftSums
 from xentlib.torch.core.eager import Eager
 from xentlib.torch.core.kernels import LogitsBlock
 from xentlib.torch.core.pairs import (
-    GivenTeacher,
+    LogitsTeacher,
     Made,
     Pair,
     PairedLogits,
@@ -29,7 +29,7 @@ from xentlib.torch.core.pairs import (
 )
 
 
-class FewClasses(GivenTeacher):
+class FewClasses(LogitsTeacher):
     """Probabilities [N, K] of the further classes of each token, 0 for all others."""
 
     def pairs(self, rows_of: Iterator[LogitsBlock], chunk: Any) -> Iterator[Pair]:
@@ -49,7 +49,7 @@ class SoftLogits(PairedLogits):
     def __init__(
         self,
         student: Any,
-        labels: GivenTeacher,
+        labels: LogitsTeacher,
         kind: CrossEntropy,
         *,
         entropy: bool,

@@ -103,25 +103,25 @@ class NLLHead(nn.Linear):
         head._settle(per_token, options)
         return head.train(linear.training)
 
-    def __call__(self, *given: Any, **named: Any) -> Any:
+    def __call__(self, *args: Any, **named: Any) -> Any:
         # On what a module returns FSDP2 hooks a gather for its backward, to which a loss whose
         # gradients exist has no use. Given the sharded parameter the function calls this module
         # without labels, for the hooks that gather and reduce, and keeps its result from the other.
-        labels = named.get("labels", given[1] if len(given) > 1 else None)
+        labels = named.get("labels", args[1] if len(args) > 1 else None)
         weight = self._parameters.get("weight")  # not the attribute, which DeepSpeed gathers
         if labels is not None and is_dtensor(weight):
             from xentlib.torch.wrappers import fsdp2
 
             if fsdp2.keeps_alone(self, weight, HOOKS):
-                return self.forward(*given, **named)
+                return self.forward(*args, **named)
         # Nor is it gathered where its rows stay; a hook of the user's own still runs.
         gather = {**self.options, **named}.get("gather", "head")
         if labels is not None and gather != "head" and kept_by_zero(weight):
             from xentlib.torch.wrappers import deepspeed
 
             if deepspeed.keeps_alone(self, HOOKS):
-                return self.forward(*given, **named)
-        return super().__call__(*given, **named)
+                return self.forward(*args, **named)
+        return super().__call__(*args, **named)
 
     def forward(  # type: ignore[override]
         self, hidden: Tensor, labels: Tensor | None = None, **options: Any

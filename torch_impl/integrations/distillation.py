@@ -38,8 +38,8 @@ def compute_forward_kl_topk(
     `log_prob_min_clamp` of the config clamps both, as there. Ulysses, which splits the sequence, is
     refused. verl rounds the student's log-probabilities to the dtype of its logits.
     """
-    given = teacher_topk_log_probs, teacher_topk_ids
-    logprobs, ids = (x.values()[None] if x.is_nested else x for x in given)
+    pair = teacher_topk_log_probs, teacher_topk_ids
+    logprobs, ids = (x.values()[None] if x.is_nested else x for x in pair)
     check("tokens of `student_logits`", tuple(student_logits.shape[:-1]), tuple(ids.shape[:-1]))
     student = vocab_parallel_logprobs(student_logits, ids[..., 0], ids=ids).ids_logprobs
     mass = student.exp().sum(-1)

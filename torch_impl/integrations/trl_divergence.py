@@ -126,20 +126,20 @@ def from_logits(theirs: Callable[..., Tensor]) -> Callable[..., Tensor]:
     def generalized_jsd_loss(*args: Any, **kwargs: Any) -> Tensor:
         bound = arguments.bind(*args, **kwargs)
         bound.apply_defaults()
-        given = bound.arguments
-        labels, over = given["labels"], given["num_items_in_batch"]
-        by_class = over is None and given["reduction"] not in ("batchmean", "sum")
-        if by_class or given.get("logits_are_probs") or given.get("top_k"):
+        named = bound.arguments
+        labels, over = named["labels"], named["num_items_in_batch"]
+        by_class = over is None and named["reduction"] not in ("batchmean", "sum")
+        if by_class or named.get("logits_are_probs") or named.get("top_k"):
             return theirs(*args, **kwargs)
         where = None if labels is None else labels != -100
         each = vocab_parallel_divergence(
-            given["student_logits"],
-            TeacherLogits(given["teacher_logits"]),
+            named["student_logits"],
+            TeacherLogits(named["teacher_logits"]),
             where=where,
-            temperature=given["temperature"],
-            **kind_of(given["beta"]),
+            temperature=named["temperature"],
+            **kind_of(named["beta"]),
         ).loss
-        if over is None and given["reduction"] == "batchmean":
+        if over is None and named["reduction"] == "batchmean":
             over = max(len(each), 1) if where is None else where.sum().clamp_min(1)
         if over is None:
             return each.sum()

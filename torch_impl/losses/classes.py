@@ -164,28 +164,28 @@ def backward(ctx: Any, *gradients: Tensor | None) -> Named | None:
 class_op.gradient(keep, backward)
 
 
-def with_ids(given: Arguments | LogitsArguments, call: Any) -> tuple[Any, int]:
+def with_ids(args: Arguments | LogitsArguments, call: Any) -> tuple[Any, int]:
     """The call with the classes that it asks for, flat, and how many of them are of a kept set."""
     (count,), kept = call.labels.shape, -1
     classes = [torch.empty(count, 0, dtype=torch.int64, device=call.hidden.device)]
-    if given.kept is not None:
-        kept = given.kept.shape[-1]
-        classes.append(torch.sort(given.kept.reshape(count, kept).long(), dim=1).values)
-    if given.ids is not None:
-        classes.append(given.ids.reshape(count, given.ids.shape[-1]).long())
-    return call._replace(ids=torch.cat(classes, 1), top_k=given.top_k), kept
+    if args.kept is not None:
+        kept = args.kept.shape[-1]
+        classes.append(torch.sort(args.kept.reshape(count, kept).long(), dim=1).values)
+    if args.ids is not None:
+        classes.append(args.ids.reshape(count, args.ids.shape[-1]).long())
+    return call._replace(ids=torch.cat(classes, 1), top_k=args.top_k), kept
 
 
-def shaped(results: Any, problem: Any, given: Any) -> LogprobOutput[Tensor]:
+def shaped(results: Any, problem: Any, args: Any) -> LogprobOutput[Tensor]:
     """With the leading dimensions of a call."""
     *of_tokens, of_ids, _, top_ids, of_top, _ = results
     logprobs, entropy, lse, correct = (with_leading(x, problem.leading) for x in of_tokens)
     further: list[Any] = [None, None, None]
-    if given.ids is not None:
+    if args.ids is not None:
         further[0] = of_ids.reshape(*problem.leading, of_ids.shape[1])
-    if given.top_k:
-        further[1:] = (x.reshape(*problem.leading, given.top_k) for x in (top_ids, of_top))
-    return LogprobOutput(logprobs, entropy if given.entropy else None, lse, correct, *further)
+    if args.top_k:
+        further[1:] = (x.reshape(*problem.leading, args.top_k) for x in (top_ids, of_top))
+    return LogprobOutput(logprobs, entropy if args.entropy else None, lse, correct, *further)
 
 
 class ClassResults(NamedTuple):
@@ -203,7 +203,7 @@ class ClassResults(NamedTuple):
     residuals: Tensor
     problem: NLLProblem
     call: HeadCall
-    given: Arguments
+    args: Arguments
 
 
 class FewClasses(NamedTuple):
@@ -214,45 +214,45 @@ class FewClasses(NamedTuple):
     teacher: Tensor | None = None
 
 
-def class_results(given: Arguments, few: FewClasses | None = None) -> ClassResults:
+def class_results(args: Arguments, few: FewClasses | None = None) -> ClassResults:
     """Of a call with `kept`, `ids` or `top_k`."""
     kind, scalars, teacher = few or FewClasses()
 
     @with_head(recompute=True)
-    def placed(given: Arguments, local: RowLayout | None = None) -> ClassResults:
-        given, problem, call = bind("chunked_logprobs", given, local, scalars)
-        check_top_k(given.top_k, None if call.rows.group else problem.vocab_size)
-        check_classes(*map(array_spec, (given.kept, given.ids, given.hidden)), source="hidden")
-        call, kept_count = with_ids(given, call)
+    def placed(args: Arguments, local: RowLayout | None = None) -> ClassResults:
+        args, problem, call = bind("chunked_logprobs", args, local, scalars)
+        check_top_k(args.top_k, None if call.rows.group else problem.vocab_size)
+        check_classes(*map(array_spec, (args.kept, args.ids, args.hidden)), source="hidden")
+        call, kept_count = with_ids(args, call)
         options = Options(
             kept_count,
-            given.entropy,
+            args.entropy,
             call.compute_dtype if few else getattr(torch, problem.output_dtype),
             wanted(*call.leaves),
-            tokens(given.token_weights),
-            as_tensor(given.denominator, None, call.hidden, call.compute_dtype),
+            tokens(args.token_weights),
+            as_tensor(args.denominator, None, call.hidden, call.compute_dtype),
             kind,
             teacher,
         )
-        made: list[Any] = [*class_op(call, options), problem, call, given]
+        made: list[Any] = [*class_op(call, options), problem, call, args]
         return ClassResults(*made)
 
-    return placed(given)
+    return placed(args)
 
 
-def head_classes(given: Arguments) -> LogprobOutput[Tensor]:
+def head_classes(args: Arguments) -> LogprobOutput[Tensor]:
     """`chunked_logprobs` with `kept`, `ids` or `top_k`."""
-    *results, problem, _, given = class_results(given)
-    return shaped(results, problem, given)
+    *results, problem, _, args = class_results(args)
+    return shaped(results, problem, args)
 
 
-def given_classes(given: LogitsArguments) -> LogprobOutput[Tensor]:
+def logits_classes(args: LogitsArguments) -> LogprobOutput[Tensor]:
     """`vocab_parallel_logprobs` with `kept`, `ids` or `top_k`."""
-    given, problem, call = bind_logits("vocab_parallel_logprobs", given)
-    check_top_k(given.top_k, None if call.rows.group else problem.columns)
-    KEPT.require("smoothing", not given.label_smoothing, eps=given.label_smoothing)
-    check_classes(*map(array_spec, (given.kept, given.ids, given.logits)), source="logits")
-    call, kept = with_ids(given, call)
+    args, problem, call = bind_logits("vocab_parallel_logprobs", args)
+    check_top_k(args.top_k, None if call.rows.group else problem.columns)
+    KEPT.require("smoothing", not args.label_smoothing, eps=args.label_smoothing)
+    check_classes(*map(array_spec, (args.kept, args.ids, args.logits)), source="logits")
+    call, kept = with_ids(args, call)
     dtype = getattr(torch, problem.output_dtype)
-    options = Options(kept, given.entropy, dtype, wanted(*call.leaves))
-    return shaped(class_op(call, options), problem, given)
+    options = Options(kept, args.entropy, dtype, wanted(*call.leaves))
+    return shaped(class_op(call, options), problem, args)

@@ -15,8 +15,8 @@ from torch import Tensor
 from xentlib.arguments import (
     Arguments,
     DivergenceArguments,
-    GivenDivergenceArguments,
     LogitsArguments,
+    LogitsDivergenceArguments,
 )
 from xentlib.checks.call import CALLS
 from xentlib.checks.divergence import (
@@ -60,9 +60,9 @@ from xentlib.torch.losses.paired import (
 )
 from xentlib.torch.losses.teacher import (
     TeacherCall,
-    given_teacher,
     kernels_of,
     labels_for,
+    logits_teacher,
     of_both,
     teacher_call,
 )
@@ -242,50 +242,50 @@ OF_STUDENT = tuple(
 )
 
 
-def head_divergence(given: DivergenceArguments) -> DivergenceOutput[Tensor]:
+def head_divergence(args: DivergenceArguments) -> DivergenceOutput[Tensor]:
     """`chunked_divergence` of its arguments."""
-    given = plain_args(given)
-    only_tensors(hidden=given.hidden)
-    check_divergence(given)
-    given = given._replace(labels=labels_for(given.hidden, given.labels, given.where))
-    fields = {name: getattr(given, name) for name in OF_STUDENT}
-    fields["reduction"] = "sum" if given.reduction == "none" else given.reduction
-    if given.vocab == "intersect" and given.gather == "auto":  # the one route of whole heads
+    args = plain_args(args)
+    only_tensors(hidden=args.hidden)
+    check_divergence(args)
+    args = args._replace(labels=labels_for(args.hidden, args.labels, args.where))
+    fields = {name: getattr(args, name) for name in OF_STUDENT}
+    fields["reduction"] = "sum" if args.reduction == "none" else args.reduction
+    if args.vocab == "intersect" and args.gather == "auto":  # the one route of whole heads
         fields |= {"gather": "head", "tokens_per_rank": None}
-    if isinstance(given.teacher, TeacherTopK):
+    if isinstance(args.teacher, TeacherTopK):
         from xentlib.torch.losses.top_k import top_k_divergence
 
-        return top_k_divergence(given, Arguments(labels=given.labels, **fields))
+        return top_k_divergence(args, Arguments(labels=args.labels, **fields))
 
-    @with_head(recompute=given.reduction == "none")
+    @with_head(recompute=args.reduction == "none")
     def of_student(call: Arguments, local: RowLayout | None = None) -> DivergenceOutput[Tensor]:
-        return placed_divergence(given, call, local)
+        return placed_divergence(args, call, local)
 
-    return of_student(Arguments(labels=given.labels, **fields))
+    return of_student(Arguments(labels=args.labels, **fields))
 
 
 def placed_divergence(
-    given: DivergenceArguments, student: Arguments, local: RowLayout | None
+    args: DivergenceArguments, student: Arguments, local: RowLayout | None
 ) -> DivergenceOutput[Tensor]:
     """With the student's head as this rank multiplies with it."""
     DIVERGING.require("stream", student.gather != "stream")
-    student, problem, call = bind(FUNCTION, student, local, scalars_of(given))
-    divisor = as_tensor(given.denominator, None, call.hidden, call.compute_dtype)
+    student, problem, call = bind(FUNCTION, student, local, scalars_of(args))
+    divisor = as_tensor(args.denominator, None, call.hidden, call.compute_dtype)
     with ExitStack() as opened, of_teacher():
-        teacher = teacher_call(given, student, call, problem, opened)
+        teacher = teacher_call(args, student, call, problem, opened)
         kept_open = opened.pop_all()
-    if given.vocab == "intersect":
+    if args.vocab == "intersect":
         call, teacher = of_both(call, teacher)
     loss = Loss(
-        given.kind,
-        given.temperature_squared,
+        args.kind,
+        args.temperature_squared,
         tokens(student.token_weights),
         divisor,
-        given.reduction == "mean",
-        "entropy" in given.outputs,
-        "teacher_entropy" in given.outputs,
-        0 if given.vocab == "intersect" else teacher.classes - problem.vocab_size,
-        given.reduction == "none",
+        args.reduction == "mean",
+        "entropy" in args.outputs,
+        "teacher_entropy" in args.outputs,
+        0 if args.vocab == "intersect" else teacher.classes - problem.vocab_size,
+        args.reduction == "none",
         getattr(torch, problem.output_dtype),
         None,
         wanted(*call.leaves),
@@ -295,10 +295,10 @@ def placed_divergence(
     total, num_tokens, weight_sum, nll, *rest = results[:RESULTS]
     if loss.each:
         total = with_leading(total, problem.leading)
-    nll = without_gradient("nll", nll, call.leaves, FUNCTION) if given.nll_weight else nll
+    nll = without_gradient("nll", nll, call.leaves, FUNCTION) if args.nll_weight else nll
     per_token: dict[str, Any] = {
         name: without_gradient(name, with_leading(x, problem.leading), call.leaves, FUNCTION)
-        if name in given.outputs
+        if name in args.outputs
         else None
         for name, x in zip(DIVERGENCE_OUTPUTS, rest)
     }
@@ -309,22 +309,22 @@ def placed_divergence(
     return DivergenceOutput(total, num_tokens, weight_sum, nll, **per_token, denominator=divisor)
 
 
-def logits_divergence(given: GivenDivergenceArguments) -> DivergenceOutput[Tensor]:
+def logits_divergence(args: LogitsDivergenceArguments) -> DivergenceOutput[Tensor]:
     """`vocab_parallel_divergence` of its arguments."""
-    given = plain_args(given)
-    only_tensors(logits=given.logits)
-    check_kind(given)
-    check_only_logits(given)
-    names = [x for x in LogitsArguments._fields if x in GivenDivergenceArguments._fields]
-    fields = {name: getattr(given, name) for name in names}
-    labels = labels_for(given.logits, None, given.where)
+    args = plain_args(args)
+    only_tensors(logits=args.logits)
+    check_kind(args)
+    check_only_logits(args)
+    names = [x for x in LogitsArguments._fields if x in LogitsDivergenceArguments._fields]
+    fields = {name: getattr(args, name) for name in names}
+    labels = labels_for(args.logits, None, args.where)
     of_logits = LogitsArguments(labels=labels, **fields)
-    bound, problem, call = bind_logits(LOGITS_FUNCTION, of_logits, scalars_of(given))
+    bound, problem, call = bind_logits(LOGITS_FUNCTION, of_logits, scalars_of(args))
     with of_teacher():
         columns = None if call.rows.group else problem.columns
-        teacher = given_teacher(given.teacher, bound, call, problem, columns)
+        teacher = logits_teacher(args.teacher, bound, call, problem, columns)
     loss = Loss(
-        kind=given.kind,
+        kind=args.kind,
         squared=False,
         token_weights=None,
         denominator=None,

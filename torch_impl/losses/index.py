@@ -193,27 +193,27 @@ def _(call: HeadCall, loss: Loss) -> tuple[Tensor, ...]:
 nll_op.gradient(save_gradients, saved_gradients("chunked_nll", "F.cross_entropy"))
 
 
-def nll(given: Arguments) -> NLLOutput[Tensor]:
+def nll(args: Arguments) -> NLLOutput[Tensor]:
     """`chunked_nll` of its arguments."""
-    if is_soft(given.labels, given.hidden):
+    if is_soft(args.labels, args.hidden):
         from xentlib.torch.losses.soft_labels import soft_nll
 
-        return soft_nll(given)
-    return of_classes(given)
+        return soft_nll(args)
+    return of_classes(args)
 
 
 @with_head(recompute=False)
-def of_classes(given: Arguments, local: RowLayout | None = None) -> NLLOutput[Tensor]:
+def of_classes(args: Arguments, local: RowLayout | None = None) -> NLLOutput[Tensor]:
     """The same of labels that are classes."""
-    given, problem, call = bind("chunked_nll", given, local)
-    divisor = as_tensor(given.denominator, None, call.hidden, call.compute_dtype)
+    args, problem, call = bind("chunked_nll", args, local)
+    divisor = as_tensor(args.denominator, None, call.hidden, call.compute_dtype)
     loss = Loss(
-        token_weights=tokens(given.token_weights),
-        class_weights=given.class_weights,
+        token_weights=tokens(args.token_weights),
+        class_weights=args.class_weights,
         denominator=divisor,
-        mean=given.reduction == "mean",
-        entropy="entropy" in given.outputs,
-        predicted="predicted" in given.outputs,
+        mean=args.reduction == "mean",
+        entropy="entropy" in args.outputs,
+        predicted="predicted" in args.outputs,
         output_dtype=getattr(torch, problem.output_dtype),
         needs=wanted(*call.leaves),
     )
@@ -225,7 +225,7 @@ def of_classes(given: Arguments, local: RowLayout | None = None) -> NLLOutput[Te
     if call.scalars.z_loss:
         z_term = without_gradient("z_loss", z_term, call.leaves)
     per_token = {
-        name: value.reshape(problem.leading) if name in given.outputs else None
+        name: value.reshape(problem.leading) if name in args.outputs else None
         for name, value in zip(OUTPUTS, rest)
     }
     for name, result in per_token.items():

@@ -217,21 +217,21 @@ def backward(ctx: Any, *of_outputs: Tensor | None) -> Named | None:
 logprobs_op.gradient(keep, backward)
 
 
-def head_logprobs(given: Arguments) -> LogprobOutput[Tensor]:
+def head_logprobs(args: Arguments) -> LogprobOutput[Tensor]:
     """`chunked_logprobs` of its arguments."""
-    if given.kept is None and given.ids is None and is_zero(given.top_k):
-        return of_labels(given)
+    if args.kept is None and args.ids is None and is_zero(args.top_k):
+        return of_labels(args)
     from xentlib.torch.losses.classes import head_classes
 
-    return head_classes(given)
+    return head_classes(args)
 
 
 @with_head(recompute=True)
-def of_labels(given: Arguments, local: RowLayout | None = None) -> LogprobOutput[Tensor]:
+def of_labels(args: Arguments, local: RowLayout | None = None) -> LogprobOutput[Tensor]:
     """The same of labels alone."""
-    given, problem, call = bind("chunked_logprobs", given, local)
-    values = Values(given.entropy, getattr(torch, problem.output_dtype), wanted(*call.leaves))
-    return shaped(logprobs_op(call, values), problem.leading, given.entropy)
+    args, problem, call = bind("chunked_logprobs", args, local)
+    values = Values(args.entropy, getattr(torch, problem.output_dtype), wanted(*call.leaves))
+    return shaped(logprobs_op(call, values), problem.leading, args.entropy)
 
 
 def shaped(results: Any, leading: tuple[int, ...], entropy: bool) -> LogprobOutput[Tensor]:
@@ -239,16 +239,16 @@ def shaped(results: Any, leading: tuple[int, ...], entropy: bool) -> LogprobOutp
     return LogprobOutput(logprobs, entropies if entropy else None, lse, correct)
 
 
-def given_logprobs(given: LogitsArguments) -> LogprobOutput[Tensor]:
+def logits_logprobs(args: LogitsArguments) -> LogprobOutput[Tensor]:
     """`vocab_parallel_logprobs` of its arguments."""
-    if is_soft(given.labels, given.logits):
+    if is_soft(args.labels, args.logits):
         from xentlib.torch.losses.soft_labels import logits_soft
 
-        return logits_soft(given)
-    if given.kept is not None or given.ids is not None or not is_zero(given.top_k):
-        from xentlib.torch.losses.classes import given_classes
+        return logits_soft(args)
+    if args.kept is not None or args.ids is not None or not is_zero(args.top_k):
+        from xentlib.torch.losses.classes import logits_classes
 
-        return given_classes(given)
-    given, problem, call = bind_logits("vocab_parallel_logprobs", given)
-    values = Values(given.entropy, getattr(torch, problem.output_dtype), wanted(*call.leaves))
-    return shaped(logprobs_op(call, values), problem.leading, given.entropy)
+        return logits_classes(args)
+    args, problem, call = bind_logits("vocab_parallel_logprobs", args)
+    values = Values(args.entropy, getattr(torch, problem.output_dtype), wanted(*call.leaves))
+    return shaped(logprobs_op(call, values), problem.leading, args.entropy)

@@ -109,8 +109,8 @@ def check_consistent(loop: HeadLoop, loss: Weights, divisor: Tensor) -> None:
 def refused_divisor(call: HeadCall, loss: Weights) -> float | None:
     """A denominator that is not positive, of a call with a token that counts; None where the host
     cannot read it, or what counts."""
-    given = loss.denominator
-    if given is None or not (call.denominator_is_0 or (host_readable(given) and given <= 0)):
+    divisor = loss.denominator
+    if divisor is None or not (call.denominator_is_0 or (host_readable(divisor) and divisor <= 0)):
         return None
     of_tokens = call.labels, call.where, loss.token_weights, loss.class_weights
     if not all(x is None or host_readable(x) for x in of_tokens):
@@ -122,7 +122,7 @@ def refused_divisor(call: HeadCall, loss: Weights) -> float | None:
     if loss.class_weights is not None:
         classes_N = call.labels.long().clamp(0, loss.class_weights.shape[0] - 1)
         weights_N = weights_N * loss.class_weights[classes_N]
-    number = 0.0 if call.denominator_is_0 else float(given)
+    number = 0.0 if call.denominator_is_0 else float(divisor)
     counts = bool(valid_N.any()) and not (number == 0 and weights_N.sum() == 0)
     return number if counts else None
 

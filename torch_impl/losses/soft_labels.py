@@ -49,39 +49,39 @@ from xentlib.torch.placement.head import with_head
 from xentlib.torch.placement.logits import local_logits
 
 
-def soft_nll(given: Arguments) -> NLLOutput[Tensor]:
+def soft_nll(args: Arguments) -> NLLOutput[Tensor]:
     """`chunked_nll` of arguments whose labels are class probabilities."""
-    soft: Any = given.labels
-    check_soft_options(given.outputs, given.gather)
-    only_tensors(hidden=given.hidden)
+    soft: Any = args.labels
+    check_soft_options(args.outputs, args.gather)
+    only_tensors(hidden=args.hidden)
 
     @with_head(recompute=False)
     def placed(call: Arguments, local: RowLayout | None = None) -> NLLOutput[Tensor]:
         return placed_nll(call, soft, local)
 
-    return placed(given._replace(labels=labels_for(given.hidden, None, given.where)))
+    return placed(args._replace(labels=labels_for(args.hidden, None, args.where)))
 
 
 def placed_nll(
-    given: Arguments, soft: Tensor | SoftLabels[Tensor], local: RowLayout | None
+    args: Arguments, soft: Tensor | SoftLabels[Tensor], local: RowLayout | None
 ) -> NLLOutput[Tensor]:
     """With the head as this rank multiplies with it."""
-    given, problem, call = bind("chunked_nll", given, local)
+    args, problem, call = bind("chunked_nll", args, local)
     columns = None if call.rows.group else problem.vocab_size
-    call, labels = labels_call(call, soft, given, "hidden", columns)
-    divisor = as_tensor(given.denominator, None, call.hidden, call.compute_dtype)
+    call, labels = labels_call(call, soft, args, "hidden", columns)
+    divisor = as_tensor(args.denominator, None, call.hidden, call.compute_dtype)
     loss = Loss(
         SOFT_LABELS,
         False,
-        tokens(given.token_weights),
+        tokens(args.token_weights),
         divisor,
-        given.reduction == "mean",
-        "entropy" in given.outputs,
+        args.reduction == "mean",
+        "entropy" in args.outputs,
         False,
         0 if labels.few else labels.classes - problem.vocab_size,
         False,
         getattr(torch, problem.output_dtype),
-        given.class_weights,
+        args.class_weights,
         wanted(*call.leaves),
     )
     results = divergence_op(call, labels, loss)
@@ -91,7 +91,7 @@ def placed_nll(
         z_term = without_gradient("z_loss", z_term, call.leaves)
     per_token: dict[str, Any] = dict.fromkeys(OUTPUTS)
     for name, x in zip(OUTPUTS, rest):
-        if name in given.outputs:
+        if name in args.outputs:
             value = with_leading(x, problem.leading)
             per_token[name] = without_gradient(name, value, call.leaves)
     if divisor is None and loss.mean:
@@ -101,11 +101,11 @@ def placed_nll(
 
 
 def labels_call(
-    call: Any, soft: Tensor | SoftLabels[Tensor], given: Any, name: str, columns: int | None
+    call: Any, soft: Tensor | SoftLabels[Tensor], args: Any, name: str, columns: int | None
 ) -> tuple[Any, TeacherCall]:
     """What an operator takes of class probabilities: all classes', or those of its `ids`."""
-    source = array_spec(getattr(given, name))
-    check_read(given)
+    source = array_spec(getattr(args, name))
+    check_read(args)
     if isinstance(soft, SoftLabels):
         ids, probs = map(plain, soft)
         only_tensors(ids=ids, labels=probs)
@@ -122,7 +122,7 @@ def labels_call(
     not_differentiable(labels=soft)
     if call.rows.route:
         SOFT.refuse("stay", route=call.rows.route)
-    probs, *_ = local_logits(plain(soft), given.vocab_parallel, None)
+    probs, *_ = local_logits(plain(soft), args.vocab_parallel, None)
     check_soft(array_spec(probs), source, name, columns, call.ignore_index)
     return call, probabilities(probs.reshape(call.labels.shape[0], probs.shape[-1]))
 
@@ -202,17 +202,17 @@ class SoftRecompute(PairedRecompute):
         out.sums.put(rows, kernels[0])
 
 
-def logits_soft(given: LogitsArguments) -> LogprobOutput[Tensor]:
+def logits_soft(args: LogitsArguments) -> LogprobOutput[Tensor]:
     """`vocab_parallel_logprobs` of arguments whose labels are class probabilities."""
-    soft: Any = given.labels
-    SOFT.require("kept", given.kept is None and given.ids is None and is_zero(given.top_k))
-    only_tensors(logits=given.logits)
-    labels = labels_for(given.logits, None, given.where)
-    given, problem, call = bind_logits(LOGITS_FUNCTION, given._replace(labels=labels))
+    soft: Any = args.labels
+    SOFT.require("kept", args.kept is None and args.ids is None and is_zero(args.top_k))
+    only_tensors(logits=args.logits)
+    labels = labels_for(args.logits, None, args.where)
+    args, problem, call = bind_logits(LOGITS_FUNCTION, args._replace(labels=labels))
     columns = None if call.rows.group else problem.columns
-    call, of_labels = labels_call(call, soft, given, "logits", columns)
+    call, of_labels = labels_call(call, soft, args, "logits", columns)
     values = Values(
-        given.entropy,
+        args.entropy,
         getattr(torch, problem.output_dtype),
         wanted(*call.leaves),
         of_labels.head.hidden,
@@ -222,4 +222,4 @@ def logits_soft(given: LogitsArguments) -> LogprobOutput[Tensor]:
     check_soft_values(mass, call)
     logprobs, entropy, lse = (with_leading(x, problem.leading) for x in outputs)
     none: Any = None
-    return LogprobOutput(logprobs, entropy if given.entropy else None, lse, none)
+    return LogprobOutput(logprobs, entropy if args.entropy else None, lse, none)

@@ -32,7 +32,7 @@ from xentlib.torch.core.eager import Eager
 from xentlib.torch.core.kernels import Kernels, kernels_for
 from xentlib.torch.core.logits import ChunkedLogits
 from xentlib.torch.core.loop import HeadLoop
-from xentlib.torch.core.pairs import GivenTeacher, HeadTeacher, InPlace, PairedLogits
+from xentlib.torch.core.pairs import HeadTeacher, InPlace, LogitsTeacher, PairedLogits
 from xentlib.torch.core.tokens import counted
 from xentlib.torch.core.vocab import ShardedVocab
 from xentlib.torch.head.modules import replaced, split_lora
@@ -163,8 +163,8 @@ def paired(loop: HeadLoop, student: ChunkedLogits, teacher: TeacherCall, loss: A
         return soft_logits(loop, student, teacher, entropy=loss.entropy)
     kind = InPlace(torch, torch.exp, loss.kind, loop.call.scalars.beta or 0.0)
     if teacher.head.weight is None:
-        given = GivenTeacher(teacher.head.hidden, teacher.head.temperature, student)
-        return pairs(student, given, kind, loss.wanted)
+        teacher_rows = LogitsTeacher(teacher.head.hidden, teacher.head.temperature, student)
+        return pairs(student, teacher_rows, kind, loss.wanted)
     call = teacher.as_head_call(loop.call)
     beside = HeadLoop(call, Terms(TEACHER), made=student.made, beside=student)
     beside.chunks_of.exchange()
@@ -201,12 +201,12 @@ def soft_logits(
     from xentlib.torch.core.soft_labels import FewClasses, SoftLogits
 
     kind = CrossEntropy(torch, torch.exp, ALGEBRA, loop.call.scalars, loop.vocab.size)
-    rows = (FewClasses if labels.few else GivenTeacher)(labels.head.hidden, None, logits)
+    rows = (FewClasses if labels.few else LogitsTeacher)(labels.head.hidden, None, logits)
     return SoftLogits(logits, rows, kind, entropy=entropy)
 
 
 def teacher_call(
-    given: DivergenceArguments,
+    args: DivergenceArguments,
     student: Arguments,
     call: HeadCall,
     problem: NLLProblem,
@@ -214,24 +214,24 @@ def teacher_call(
 ) -> TeacherCall:
     """What an operator takes of the teacher of a student, whose head is gathered until `opened` is
     closed where a wrapper has sharded it."""
-    teacher, compute = given.teacher, problem.compute_dtype
-    columns = None if call.rows.group or given.vocab != "same" else problem.vocab_size
+    teacher, compute = args.teacher, problem.compute_dtype
+    columns = None if call.rows.group or args.vocab != "same" else problem.vocab_size
     if isinstance(teacher, TeacherLogits):
         DIVERGING.require("logits_stay", not call.rows.route, route=student.gather)
-        return given_teacher(teacher, given, call, problem, columns)
+        return logits_teacher(teacher, args, call, problem, columns)
     assert isinstance(teacher, TeacherHead)
     only_tensors(hidden=teacher.hidden)
     not_differentiable(hidden=teacher.hidden)
-    leading = tuple(given.hidden.shape[:-1])
+    leading = tuple(args.hidden.shape[:-1])
     check_teacher_tokens("hidden", array_spec(teacher.hidden), "hidden", leading)
-    shared = {name: getattr(given, name) for name in SHARED}
+    shared = {name: getattr(args, name) for name in SHARED}
     if compute == "float64":
         shared["compute_dtype"] = compute
-    fields = teacher._asdict() | {"temperature": temperature_of(teacher, given.temperature)}
+    fields = teacher._asdict() | {"temperature": temperature_of(teacher, args.temperature)}
     if not call.rows.group or call.rows.route in ("hidden", "nodes"):  # not the caller's own rows
         shared |= {name: getattr(student, name) for name in ("tokens_parallel", "gather")}
-        shared["vocab_parallel"] = given.vocab_parallel
-        if given.vocab_parallel is not None and call.rows.route:
+        shared["vocab_parallel"] = args.vocab_parallel
+        if args.vocab_parallel is not None and call.rows.route:
             DIVERGING.require("cut_alike", behind_shards(teacher.weight))
     with torch.no_grad():
         head, placement = place_head(Arguments(**fields, **shared), recompute=False)
@@ -268,21 +268,21 @@ def temperature_of(teacher: Any, students: Any) -> Any:
     return students if teacher.temperature is None else teacher.temperature
 
 
-def given_teacher(
-    teacher: TeacherLogits[Tensor], given: Any, call: Any, problem: Any, columns: int | None
+def logits_teacher(
+    teacher: TeacherLogits[Tensor], args: Any, call: Any, problem: Any, columns: int | None
 ) -> TeacherCall:
     """Of precomputed logits beside a student's head or logits."""
-    name = "hidden" if hasattr(given, "hidden") else "logits"
+    name = "hidden" if hasattr(args, "hidden") else "logits"
     only_tensors(logits=teacher.logits)
     not_differentiable(**teacher._asdict())
-    logits, *_ = local_logits(teacher.logits, given.vocab_parallel, None)
+    logits, *_ = local_logits(teacher.logits, args.vocab_parallel, None)
     spec = TeacherLogits(array_spec(logits), array_spec(teacher.temperature))
-    source = array_spec(getattr(given, name))
+    source = array_spec(getattr(args, name))
     check_teacher_logits(spec, name, source, columns, problem.compute_dtype)
-    temperature = temperature_of(teacher, given.temperature)
+    temperature = temperature_of(teacher, args.temperature)
     tempered = tokens(as_tensor(temperature, 1.0, logits, call.compute_dtype))
     flat = logits.reshape(problem.num_tokens, logits.shape[-1])
-    if given.vocab_parallel is None and readable(flat) and readable(call.labels):
+    if args.vocab_parallel is None and readable(flat) and readable(call.labels):
         valid = counted(call.labels, call.where, call.ignore_index)[0]
         check_no_probabilities(flat[valid.nonzero()[:8, 0]].detach().float())
     return TeacherCall(TeacherHeadCall(flat, temperature=tempered))

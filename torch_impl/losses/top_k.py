@@ -15,7 +15,7 @@ from xentlib.arguments import (
     SCALARS,
     Arguments,
     DivergenceArguments,
-    GivenDivergenceArguments,
+    LogitsDivergenceArguments,
 )
 from xentlib.checks.classes import check_classes
 from xentlib.checks.divergence import (
@@ -43,20 +43,20 @@ FUNCTION = "chunked_divergence"
 OF_FEW = ("kind", *SCALARS["vocab_parallel_divergence"])  # its options of two distributions
 
 
-def top_k_divergence(given: DivergenceArguments, student: Arguments) -> DivergenceOutput[Tensor]:
+def top_k_divergence(args: DivergenceArguments, student: Arguments) -> DivergenceOutput[Tensor]:
     """`chunked_divergence` of a student's arguments and a `TeacherTopK`."""
-    teacher = given.teacher
+    teacher = args.teacher
     assert isinstance(teacher, TeacherTopK)
     with of_teacher():
         only_tensors(ids=teacher.ids, logprobs=teacher.logprobs)
         not_differentiable(logprobs=teacher.logprobs)
         of_ids = array_spec(teacher.ids)
-        check_classes(None, of_ids, array_spec(given.hidden), source="hidden")
+        check_classes(None, of_ids, array_spec(args.hidden), source="hidden")
         check_logprobs(of_ids, array_spec(teacher.logprobs))
-        check_temperatures(given.temperature, teacher.temperature)
-    entropy = "entropy" in given.outputs
+        check_temperatures(args.temperature, teacher.temperature)
+    entropy = "entropy" in args.outputs
     student = student._replace(ids=teacher.ids, entropy=entropy)
-    made = class_results(student, few_classes(given, teacher))
+    made = class_results(student, few_classes(args, teacher))
     logprob, ids_logprobs, tail, problem = made.logprobs, made.ids_logprobs, made.tail, made.problem
     call, entropies = made.call, made.entropy
     valid = call.labels.long() != call.ignore_index
@@ -78,33 +78,33 @@ def top_k_divergence(given: DivergenceArguments, student: Arguments) -> Divergen
             check_mass(float(total.max()))
     few = TopK(torch, torch.exp, CLASSES.sum, left_over, teacher.tail)
     if teacher.tail == "drop":
-        value = few.dropped(given.kind, counts, ids_logprobs, log_q)
+        value = few.dropped(args.kind, counts, ids_logprobs, log_q)
     else:
         own, other = few.logits(counts, ids_logprobs, tail, log_q)
-        options: dict[str, Any] = {name: getattr(given, name) for name in OF_FEW}
-        of_few = GivenDivergenceArguments(
+        options: dict[str, Any] = {name: getattr(args, name) for name in OF_FEW}
+        of_few = LogitsDivergenceArguments(
             own, TeacherLogits(other.to(own.dtype)), where=valid, **options
         )
         value = logits_divergence(of_few).loss
     value = torch.where(valid, value * few.checked(counts, log_q), 0.0)
     loss_N = value
-    if given.temperature_squared and call.temperature is not None:
+    if args.temperature_squared and call.temperature is not None:
         loss_N = value * call.temperature.to(value.dtype).square()
-    nll_N = -given.nll_weight * logprob if given.nll_weight else torch.zeros_like(value)
+    nll_N = -args.nll_weight * logprob if args.nll_weight else torch.zeros_like(value)
     return output_of(
-        given, call, problem, valid, (loss_N + nll_N, nll_N), (value, logprob, entropies)
+        args, call, problem, valid, (loss_N + nll_N, nll_N), (value, logprob, entropies)
     )
 
 
-def few_classes(given: DivergenceArguments, teacher: TeacherTopK[Tensor]) -> FewClasses:
+def few_classes(args: DivergenceArguments, teacher: TeacherTopK[Tensor]) -> FewClasses:
     """What ranks with the same tokens compare: each makes the divergence for itself."""
-    options = (DIVERGENCES, given.kind), (TAILS, teacher.tail)
+    options = (DIVERGENCES, args.kind), (TAILS, teacher.tail)
     kind, tail = (names.index(name) for names, name in options)
-    mean = given.reduction == "mean" and given.denominator is None
-    more = 4 * mean + 2 * given.temperature_squared + (given.reduction == "none")
+    mean = args.reduction == "mean" and args.denominator is None
+    more = 4 * mean + 2 * args.temperature_squared + (args.reduction == "none")
     probs = torch.where(teacher.ids >= 0, teacher.logprobs.detach().exp(), 0.0)
     number = 1.0 + kind + 8 * tail + 64 * more
-    return FewClasses(number, scalars_of(given), probs.reshape(-1, probs.shape[-1]))
+    return FewClasses(number, scalars_of(args), probs.reshape(-1, probs.shape[-1]))
 
 
 def check_temperatures(call: Any, stored: Any) -> None:
@@ -123,7 +123,7 @@ def left_over(log_q: Tensor) -> Tensor:
 
 
 def output_of(
-    given: DivergenceArguments,
+    args: DivergenceArguments,
     call: Any,
     problem: Any,
     valid: Tensor,
@@ -132,9 +132,9 @@ def output_of(
 ) -> DivergenceOutput[Tensor]:
     """The loss of tokens [N], and what the result has beside it."""
     dtype, leading = getattr(torch, problem.output_dtype), problem.leading
-    denominator = as_tensor(given.denominator, None, call.hidden, call.compute_dtype)
-    each, mean = given.reduction == "none", given.reduction == "mean"
-    weighting = Weighting(tokens(given.token_weights), denominator, mean)
+    denominator = as_tensor(args.denominator, None, call.hidden, call.compute_dtype)
+    each, mean = args.reduction == "none", args.reduction == "mean"
+    weighting = Weighting(tokens(args.token_weights), denominator, mean)
     weights, weight_sum, divisor = token_weights(weighting, valid, losses[0].dtype)
     if denominator is None and mean:
         denominator = weight_sum
@@ -142,12 +142,12 @@ def output_of(
     total = loss_N * (weights * (1.0 / divisor)) if each else reduced(loss_N, weights, divisor)
     total = with_leading(total.to(dtype), leading) if each else total.to(dtype)
     nll = reduced(nll_N.detach(), weights, divisor).to(dtype)
-    if given.nll_weight:
+    if args.nll_weight:
         nll = without_gradient("nll", nll, call.leaves, FUNCTION)
     divergence, logprobs, entropies = (x.detach() for x in per_token)
     made = {"divergence": divergence, "logprobs": logprobs, "entropy": entropies}
     named: dict[str, Any] = dict.fromkeys(DIVERGENCE_OUTPUTS)
-    for name in given.outputs:
+    for name in args.outputs:
         x = with_leading(torch.where(valid, made[name], 0.0).to(dtype), leading)
         named[name] = without_gradient(name, x, call.leaves, FUNCTION)
     if not each:

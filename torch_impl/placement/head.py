@@ -118,9 +118,9 @@ def place_head(call: Arguments, recompute: bool) -> tuple[Arguments, Placement |
     if split_by_auto_tp(weight):
         from xentlib.torch.wrappers import deepspeed
 
-        given = call.vocab_parallel
-        shard = deepspeed.auto_tp_shard(weight, None if given is None else unpadded(given)[0])
-        call = replaced(call, vocab_parallel=shard if given is None else given)
+        parallel = call.vocab_parallel
+        shard = deepspeed.auto_tp_shard(weight, None if parallel is None else unpadded(parallel)[0])
+        call = replaced(call, vocab_parallel=shard if parallel is None else parallel)
     elif computed(weight) and call.vocab_parallel is None and is_loaded(AUTO_TP):
         from xentlib.torch.wrappers import deepspeed
 

@@ -64,12 +64,12 @@ def unpadded(parallel: Any) -> tuple[dist.ProcessGroup, int | None]:
 
 
 def local_head(
-    given: Arguments, low: LowRankHead[Tensor] | None
+    args: Arguments, low: LowRankHead[Tensor] | None
 ) -> tuple[Arguments, LowRankHead[Tensor] | None, RowLayout]:
     """A call with this rank's rows and with plain tensors in place of DTensors, and where the rows
     belong."""
-    parallel = given.vocab_parallel
-    weight, bias, local = local_rows(given.weight, given.bias, parallel, given.weight_layout)
+    parallel = args.vocab_parallel
+    weight, bias, local = local_rows(args.weight, args.bias, parallel, args.weight_layout)
     if low is not None:  # A as every rank has it, and this rank's rows of B
         a, b = replicated("a", low.a), low.b
         if is_dtensor(b):
@@ -77,12 +77,12 @@ def local_head(
                 PLACEMENTS.refuse("dtensor", name="b", placements=tuple(b.placements))
             b = local_part("b", b, 0)
         low = replaced(low, a=a, b=b)
-    if given.tokens_parallel is not None and parallel is not None:
-        same_tokens(unpadded(parallel)[0], given.tokens_parallel)
+    if args.tokens_parallel is not None and parallel is not None:
+        same_tokens(unpadded(parallel)[0], args.tokens_parallel)
         local = replaced(local, route="tokens")
-    hidden, labels = replicated("hidden", given.hidden), replicated("labels", given.labels)
-    given = replaced(given, hidden=hidden, labels=labels, weight=weight, bias=bias)
-    return given, low, local
+    hidden, labels = replicated("hidden", args.hidden), replicated("labels", args.labels)
+    args = replaced(args, hidden=hidden, labels=labels, weight=weight, bias=bias)
+    return args, low, local
 
 
 def same_tokens(vocab: dist.ProcessGroup, tokens_parallel: Any) -> None:

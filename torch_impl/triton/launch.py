@@ -191,10 +191,10 @@ class Triton:
         """Before `dz` overwrites the logits: 4 bytes a logit more, for a gradient of the bias."""
         count, columns = rows.z_BV.shape[0], self.shape.columns
         sums_V = rows.z_BV.new_empty(columns, dtype=torch.float32)
-        given = self.of(rows) | self.shape_of(rows)
+        of_block = self.of(rows) | self.shape_of(rows)
         with device_of(self.device):
             programs.column_sums[(triton.cdiv(columns, SUM_COLUMNS),)](
-                **given, lse_ptr=lse_B, alpha_ptr=of.alpha, beta_ptr=of.beta, gamma_ptr=of.gamma,
+                **of_block, lse_ptr=lse_B, alpha_ptr=of.alpha, beta_ptr=of.beta, gamma_ptr=of.gamma,
                 out_ptr=sums_V, T=count, ROWS=SUM_ROWS, BLOCK=SUM_COLUMNS,
                 **compiled(SUM_WARPS),
             )  # fmt: skip
@@ -284,10 +284,10 @@ class Triton:
 
     # Arguments of the programs
 
-    def launch(self, program: Any, rows: LogitsBlock, **given: Any) -> None:
+    def launch(self, program: Any, rows: LogitsBlock, **more: Any) -> None:
         if rows.z_BV.shape[0]:
             with device_of(self.device):
-                program[(rows.z_BV.shape[0],)](**self.of(rows), **given)
+                program[(rows.z_BV.shape[0],)](**self.of(rows), **more)
 
     def blocks_of(self, rows: LogitsBlock, wanted: WantedStats) -> Tensor:
         """[B, fields, blocks] of `BlockStats`, as `scan_row` writes them."""

@@ -18,7 +18,7 @@ from xentlib.checks.divergence import of_teacher
 from xentlib.options import DIVERGENCES
 from xentlib.pairs import DzTerms
 from xentlib.torch.core.kernels import LogitsBlock
-from xentlib.torch.core.pairs import GivenTeacher, Made, PairedLogits, Unit, UnitValues
+from xentlib.torch.core.pairs import LogitsTeacher, Made, PairedLogits, Unit, UnitValues
 from xentlib.torch.core.precomputed import LogitsGradient
 from xentlib.torch.triton import pair_programs
 from xentlib.torch.triton.launch import DTYPES, Triton, device_of, options
@@ -124,19 +124,19 @@ class TritonPairs(PairedLogits):
         bias = of_block.needs[2] and bool(self.student.local_size)
         out = of_block.output(rows, column_sums=bias)
         into_BV = rows.z_BV[:, : self.student.local_size] if out.into_BV is None else out.into_BV
-        given: dict[str, Any] = {"gain_ptr": dz.gain.contiguous(), "own_ptr": own}
-        given["shift_ptr"] = dz.shift.contiguous()
-        given["lse_y_ptr"] = None if p is None else p.contiguous()
+        more: dict[str, Any] = {"gain_ptr": dz.gain.contiguous(), "own_ptr": own}
+        more["shift_ptr"] = dz.shift.contiguous()
+        more["lse_y_ptr"] = None if p is None else p.contiguous()
         if bias:
             # Sums of what is not rounded: it goes through the teacher's logits, of a caller not.
             whole_BV = teacher.z_BV[:, : self.student.local_size]
-            if isinstance(self.teacher, GivenTeacher):
+            if isinstance(self.teacher, LogitsTeacher):
                 whole_BV = torch.empty_like(whole_BV, dtype=torch.float32)
-            self.put(part, kernels, at, whole_BV, torch.float32, **given)
+            self.put(part, kernels, at, whole_BV, torch.float32, **more)
             of_block.bias.add_(whole_BV.sum(0))
             into_BV.copy_(whole_BV.to(out.round_to))
         else:
-            self.put(part, kernels, at, into_BV, out.round_to, **given)
+            self.put(part, kernels, at, into_BV, out.round_to, **more)
         of_block.dz_y_T[rows.span] = 0.0
 
     def write_gradient(self, part: Any, dz: DzTerms, kernels: Made, d_logits: Tensor) -> None:
@@ -145,20 +145,20 @@ class TritonPairs(PairedLogits):
         into_BV = whole_BV = d_logits[places, self.columns]
         if into_BV.stride(1) != 1:
             into_BV = torch.empty_like(into_BV, memory_format=torch.contiguous_format)
-        given: dict[str, Any] = {"gain_ptr": dz.gain, "shift_ptr": dz.shift}
-        given |= {"own_ptr": None, "lse_y_ptr": None}
-        self.put(part, kernels, part[2], into_BV, d_logits.dtype, **given)
+        more: dict[str, Any] = {"gain_ptr": dz.gain, "shift_ptr": dz.shift}
+        more |= {"own_ptr": None, "lse_y_ptr": None}
+        self.put(part, kernels, part[2], into_BV, d_logits.dtype, **more)
         if into_BV is not whole_BV or not isinstance(places, slice):
             d_logits[places, self.columns] = into_BV
 
     def put(
-        self, part: Any, kernels: Made, at: slice, into_BV: Tensor, dtype: Any, **given: Any
+        self, part: Any, kernels: Made, at: slice, into_BV: Tensor, dtype: Any, **more: Any
     ) -> None:
-        given |= {"dz_ptr": into_BV, "ld_dz": into_BV.stride(0), "ROUND": DTYPES[dtype]}
-        self.launch(pair_programs.pair_dz, part[:2], kernels, at, **given)
+        more |= {"dz_ptr": into_BV, "ld_dz": into_BV.stride(0), "ROUND": DTYPES[dtype]}
+        self.launch(pair_programs.pair_dz, part[:2], kernels, at, **more)
 
     def launch(
-        self, program: Any, pair: Sequence[LogitsBlock], kernels: Any, at: slice, **given: Any
+        self, program: Any, pair: Sequence[LogitsBlock], kernels: Any, at: slice, **more: Any
     ) -> None:
         """With the logits of both, and what is known of these tokens."""
         rows, columns = pair[0], self.student.local_size
@@ -176,7 +176,7 @@ class TritonPairs(PairedLogits):
                 **prefixed("s", own), **prefixed("t", teacher),
                 lse_s_ptr=lse, lse_t_ptr=other, delta_ptr=delta, left_out_ptr=left_out,
                 beta=self.kind.beta, KIND=DIVERGENCES.index(self.kind.kind),
-                **given, **pair_options(columns, self.kind.kind),
+                **more, **pair_options(columns, self.kind.kind),
             )  # fmt: skip
 
 
@@ -188,12 +188,12 @@ def pair_options(columns: int, kind: str) -> dict[str, Any]:
     return how
 
 
-def prefixed(whose: str, given: dict[str, Any]) -> dict[str, Any]:
+def prefixed(whose: str, args: dict[str, Any]) -> dict[str, Any]:
     """What step 2 makes of the logits of one of the two."""
     return {
-        f"{whose}_bias_ptr": given["bias_ptr"],
-        f"{whose}_scale_ptr": given["scale_ptr"],
-        f"{whose}_softcap": given["softcap"],
-        f"{whose}_temperature_ptr": given["temperature_ptr"],
-        f"ld_{whose}_temperature": given["ld_temperature"],
+        f"{whose}_bias_ptr": args["bias_ptr"],
+        f"{whose}_scale_ptr": args["scale_ptr"],
+        f"{whose}_softcap": args["softcap"],
+        f"{whose}_temperature_ptr": args["temperature_ptr"],
+        f"ld_{whose}_temperature": args["ld_temperature"],
     }

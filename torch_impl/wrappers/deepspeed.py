@@ -29,7 +29,7 @@ AUTO_TP = Refusals(
     width="`weight` must be whole, or split over its vocabulary; got {shape} of DeepSpeed AutoTP's "
     "{kind}. Set `vocab_parallel_lm_head`, or give the head a 'column' in `partition_config`.",
     ranks="`vocab_parallel` must be the ranks {ranks}, over which DeepSpeed AutoTP has split the "
-    "head; got {given}. Leave it out: the head says so itself.",
+    "head; got {came}. Leave it out: the head says so itself.",
     copy="`weight` must be the parameter that DeepSpeed AutoTP has split, which says over which "
     "ranks; got what was computed from it. Pass the layer, or name the ranks as `vocab_parallel`.",
     gather="`gather_head` must be given a head that is whole, or sharded by FSDP2 or ZeRO-3; got "
@@ -55,8 +55,8 @@ def auto_tp_shard(weight: Any, group: dist.ProcessGroup | None) -> VocabShard:
     shape = list(getattr(weight, "ds_shape", weight.shape))
     AUTO_TP.require("width", by_rows, kind=kind, shape=shape)
     ranks = dist.get_process_group_ranks(layer.mp_group)
-    given = ranks if group is None else dist.get_process_group_ranks(group)
-    AUTO_TP.require("ranks", ranks == given, ranks=ranks, given=given)
+    of_group = ranks if group is None else dist.get_process_group_ranks(group)
+    AUTO_TP.require("ranks", ranks == of_group, ranks=ranks, came=of_group)
     sizes = tuple(layer._partition_sizes)
     shard = shard_of(sizes, layer.tp_index)
     return replace(shard, over=layer.mp_group, largest=max(sizes))

@@ -289,8 +289,8 @@ def _reduces(node: Any, owner: Owner, rows: bool) -> bool:
         over = [k for k, name in enumerate(mesh.mesh_dim_names or ()) if name in names]
     over = [k for k in over if mesh.size(k) > 1]
     whole = [k for k in over if node.dtensor_spec.placements[k].is_replicate()]
-    given = node.grad_placements or node.dtensor_spec.placements
-    how = [getattr(given[k], "reduce_op", None) for k in whole]
+    placements = node.grad_placements or node.dtensor_spec.placements
+    how = [getattr(placements[k], "reduce_op", None) for k in whole]
     if not set(how) <= {"sum", "avg"}:
         return False
     scale = math.prod(mesh.size(k) for k, reduce in zip(whole, how, strict=True) if reduce == "avg")

@@ -119,7 +119,7 @@ def adapters_of(layer: Any) -> list[nn.Module]:
     return [part[name] for name in active(layer) for part in (layer.lora_A, layer.lora_B)]
 
 
-def with_adapters(given: Arguments, layer: Any) -> Arguments:
+def with_adapters(args: Arguments, layer: Any) -> Arguments:
     """LoRA as the low-rank part of the head: no [V, H] sum, copy or gradient of its own.
 
         hidden @ W.T + s * drop(hidden) @ A.T @ B.T
@@ -133,12 +133,12 @@ def with_adapters(given: Arguments, layer: Any) -> Arguments:
         )
     names = active(layer)
     if not names:
-        return given
-    weight, bias = given.weight, given.bias
+        return args
+    weight, bias = args.weight, args.bias
     parts = []
     for name in names:
         a, b = layer.lora_A[name].weight, layer.lora_B[name].weight
-        keep, times = kept_by(layer.lora_dropout[name], given.hidden, a)
+        keep, times = kept_by(layer.lora_dropout[name], args.hidden, a)
         parts.append(LowRankHead(weight, a, b, times * float(layer.scaling[name]), keep))
     more = [layer.lora_B[name].bias for name in names]
     sharded = hasattr(weight, "placements") or bool(kept_by_zero(weight, bias))
@@ -153,7 +153,7 @@ def with_adapters(given: Arguments, layer: Any) -> Arguments:
             scaled = b_bias * layer.scaling[name]
             bias = scaled if bias is None else bias + scaled
     if len(parts) == 1:
-        return given._replace(weight=parts[0], bias=bias)
+        return args._replace(weight=parts[0], bias=bias)
     if any(part.keep is not None for part in parts):
         refuse_module(
             f"a {type(layer).__name__} of PEFT with several active adapters in training, each with "
@@ -162,7 +162,7 @@ def with_adapters(given: Arguments, layer: Any) -> Arguments:
         )
     a = torch.cat([part.a.float() * part.scale for part in parts])
     head = LowRankHead(weight, a, torch.cat([part.b for part in parts], 1))
-    return given._replace(weight=head, bias=bias)
+    return args._replace(weight=head, bias=bias)
 
 
 def kept_by(dropout: Any, hidden: Tensor, a: Any) -> tuple[Tensor | None, float]:

@@ -117,11 +117,11 @@ def known_names(function: F) -> F:
     known = tuple(signature(function).parameters)
 
     @wraps(function)
-    def call(*given: Any, **named: Any) -> Any:
+    def call(*args: Any, **named: Any) -> Any:
         for name in named:
             if name not in known:
                 refuse_name(function.__name__, name, known)
-        return function(*given, **named)
+        return function(*args, **named)
 
     return cast(F, call)
 
@@ -224,9 +224,9 @@ def check_reduction(call: Arguments) -> None:
             and not (isinstance(value, (int, float, str)) and value == default)
         ]
         shared = signature(chunked_logprobs).parameters
-        given = ["hidden", "weight", "labels", *(f"{x}={x}" for x in changed if x in shared)]
+        args = ["hidden", "weight", "labels", *(f"{x}={x}" for x in changed if x in shared)]
         left_out = [f"`{x}`" for x in changed if x not in shared]
-        way = f"For a loss of each token write `-chunked_logprobs({', '.join(given)}).logprobs`"
+        way = f"For a loss of each token write `-chunked_logprobs({', '.join(args)}).logprobs`"
         way += f", which leaves out {', '.join(left_out)}." if left_out else "."
     CALLS.refuse("reduction", names=quoted(REDUCTIONS), reduction=reduction, way=way)
 

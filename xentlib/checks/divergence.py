@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from xentlib.arguments import DivergenceArguments, GivenDivergenceArguments
+from xentlib.arguments import DivergenceArguments, LogitsDivergenceArguments
 from xentlib.checks.validators import (
     ArraySpec,
     Refusals,
@@ -101,7 +101,7 @@ def of_teacher() -> Iterator[None]:
         raise type(error)(f"of `teacher`: {error}") from None
 
 
-def check_kind(call: DivergenceArguments | GivenDivergenceArguments) -> None:
+def check_kind(call: DivergenceArguments | LogitsDivergenceArguments) -> None:
     check_choice("kind", call.kind, DIVERGENCES)
     if call.kind == "jsd" and call.beta is not None:
         check_rule("beta", call.beta, RULES["beta"])
@@ -114,7 +114,7 @@ def _beta(call: Any) -> dict[str, Any]:
     return {"beta": call.beta, "kind": call.kind}
 
 
-def check_only_logits(call: GivenDivergenceArguments) -> None:
+def check_only_logits(call: LogitsDivergenceArguments) -> None:
     teacher: object = call.teacher
     if not isinstance(teacher, TeacherLogits):
         TEACHERS.refuse("logits", came=type(teacher).__name__)

@@ -190,15 +190,15 @@ def check_own_count(value: object, number: object, weight: object) -> None:
     WINDOWS.require("own_count", own, number=number, value=value)
 
 
-def check_one_loss(given: Sequence[str]) -> str:
+def check_one_loss(names: Sequence[str]) -> str:
     """By what name a batch of an evaluation has its loss: one, no more."""
-    if len(given) != 1:
-        came = " and ".join(f"`{name}`" for name in given) or "none"
+    if len(names) != 1:
+        came = " and ".join(f"`{name}`" for name in names) or "none"
         raise TypeError(
             f"`Evaluation.add` must have one of `loss`, `loss_sum` and `loss_mean`; got {came}. "
             f"Pass the `NLLOutput` alone."
         )
-    return given[0]
+    return names[0]
 
 
 def check_integer_count(count: ArraySpec) -> None:

@@ -104,7 +104,7 @@ class RecomputedCall(CheckedCall):
         loss, scale = again.loss_of_tokens
         self.hold(row, again.loss, loss, magnitude=scale, quantity="loss")
         value, _, scale = again.sampled_logprobs
-        given = again.given_logprobs
+        given = again.logits_logprobs
         self.hold(row, given, value, magnitude=scale, quantity="log-probability")
         for name, (given, value, bound) in again.of_tokens().items():
             self.hold("A5", given, value, bound, metrics=("tau",), quantity=name)

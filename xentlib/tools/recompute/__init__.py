@@ -193,7 +193,7 @@ class Recomputed(Probes):
         logprob, moved, *d_hidden = (np.concatenate(x) for x in compared)
         self.sampled_logprobs = Sample(logprob, moved, np.abs(logprob) + moved)
         self.d_hidden = Sample(*d_hidden)
-        self.given_logprobs = kit.host(self.logprobs[among])
+        self.logits_logprobs = kit.host(self.logprobs[among])
 
     def some_rows(self, rows: int | None) -> None:
         """R rows of d weight and d bias, from the call's own lse: the labels of the compared tokens
