@@ -66,11 +66,11 @@ def audit(step: Step, *, kind: str | None = None, ranks: int = 1, **options: Any
     check_ranks(ranks, jax.device_count(), kind)
     if kind != "step":
         oracle, got = _of_function(step, kind, declared)
-        return judge("jax", oracle, got, again=lambda: _of_function(step, kind, declared)[1])
+        return judge("jax", oracle, got, rerun=lambda: _of_function(step, kind, declared)[1])
     oracle = oracle_of(kind, declared, ranks)
     run = partial(_of_step, step)
     problem = oracle.problem
-    return judge("jax", oracle, run(problem), again=lambda: run(problem), run=run)
+    return judge("jax", oracle, run(problem), rerun=lambda: run(problem), run=run)
 
 
 def _of_step(step: Step, problem: Problem) -> Numbers:

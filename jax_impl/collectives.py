@@ -118,12 +118,12 @@ def count_collectives() -> Iterator[CollectiveCount]:
     jax.clear_caches()
     client = jax.devices()[0].client
     before = set(client.live_executables())
-    made: dict[Any, None] = {}
+    programs: dict[Any, None] = {}
 
     def note(event: str, duration_secs: float, **kwargs: str | int) -> None:
         # At the end of each compilation, which is such an event: a program goes with the function
         # it was made for, and one called under a name of its own is gone before the block ends.
-        made.update(dict.fromkeys(x for x in client.live_executables() if x not in before))
+        programs.update(dict.fromkeys(x for x in client.live_executables() if x not in before))
 
     count = CollectiveCount()
     jax.monitoring.register_event_duration_secs_listener(note)
@@ -133,7 +133,7 @@ def count_collectives() -> Iterator[CollectiveCount]:
         jax.monitoring.unregister_event_duration_listener(note)
         count.found += [
             Collective(KIND_OF[x.opcode], x.bytes, x.looped)
-            for program in made
+            for program in programs
             for module in program.hlo_modules()
             for x in operations(module.to_string())
         ]

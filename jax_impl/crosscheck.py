@@ -215,10 +215,10 @@ class CrossCheck(Schedule):
             if upstream is None:
                 return (None, None, None, None)
             left = iter(pull(upstream)[0])
-            made = Leaves(*(None if mark is None else next(left) for mark in marks))
+            gradients = Leaves(*(None if mark is None else next(left) for mark in marks))
             index = devices.index
-            send(CallRecord(step, index, leaves, labels, constants, out, upstream, made))
-            return (None, made, None, None)
+            send(CallRecord(step, index, leaves, labels, constants, out, upstream, gradients))
+            return (None, gradients, None, None)
 
         function.defvjp(forward, backward, symbolic_zeros=True)
         return function

@@ -150,9 +150,9 @@ class Devices:
                     return []
                 record = self.whole(parts)
             dropped: dict[str, Any] = dict.fromkeys(self.left_out)
-            made = record.gradients._replace(**dropped)
-            record = record._replace(gradients=made)
-            of_head = [x for name in HEAD if (x := getattr(made, name)) is not None]
+            gradients = record.gradients._replace(**dropped)
+            record = record._replace(gradients=gradients)
+            of_head = [x for name in HEAD if (x := getattr(gradients, name)) is not None]
             if self.replicas == 1 or not of_head:
                 return [record]
             mark = id(self), step, of_head[0].tobytes()
@@ -165,26 +165,26 @@ class Devices:
         classes = np.arange(self.axis.vocab_size)
 
         def of(parts: list[Leaves]) -> Leaves:
-            made = {}
+            joined_by = {}
             for name, axis in rows.items():
                 some = [getattr(x, name) for x in parts]
                 joined = None if some[0] is None else np.concatenate(some, axis)
-                made[name] = None if joined is None else np.take(joined, classes, axis)
-            return parts[0]._replace(**made)
+                joined_by[name] = None if joined is None else np.take(joined, classes, axis)
+            return parts[0]._replace(**joined_by)
 
         gradients = [x.gradients for x in records]
-        made = of(gradients)
+        reduced = of(gradients)
         for name in self.parts:
             some = [getattr(x, name) for x in gradients]
             if some[0] is not None:
                 # Parts that were rounded to 16 bits are no gradient of one rounding.
                 total = np.sum(some, 0) if some[0].dtype.itemsize > 2 else None
-                made = made._replace(**{name: total})
+                reduced = reduced._replace(**{name: total})
         upstream = first.upstream
         if self.own_losses:
             upstream = np.sum([x.upstream for x in records])
         leaves = of([x.leaves for x in records])
-        return first._replace(leaves=leaves, gradients=made, upstream=upstream)
+        return first._replace(leaves=leaves, gradients=reduced, upstream=upstream)
 
 
 class Replica(Ranks):

@@ -143,8 +143,8 @@ def unwrapped(x: Any) -> Any:
 def unwrapped_args(args: Args) -> Args:
     """The same of all arguments of a call."""
     known = [type(x) in PLAIN or isinstance(x, ARRAYS) for x in args]
-    made: Args = args._make([x if y else unwrapped(x) for x, y in zip(args, known)])
-    return made
+    arrays: Args = args._make([x if y else unwrapped(x) for x, y in zip(args, known)])
+    return arrays
 
 
 def is_plain(module: Any, layer: Layer) -> bool:

@@ -73,9 +73,9 @@ def audit(step: Step, *, kind: str | None = None, **options: Any) -> Report:
     def run(problem: Problem) -> Numbers:
         return _stacked(_of_step(step, problem, rank)[0], world)
 
-    again = (lambda: run(oracle.problem)) if world == 1 else None
+    rerun = (lambda: run(oracle.problem)) if world == 1 else None
     changed = changed if world == 1 else []
-    return judge("torch", oracle, _stacked(own, world), changed, again, run)
+    return judge("torch", oracle, _stacked(own, world), changed, rerun, run)
 
 
 def _stacked(own: Numbers, world: int) -> Numbers:

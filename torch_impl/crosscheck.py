@@ -213,24 +213,24 @@ class CrossCheck(Schedule):
         as the operator makes them, for an upstream gradient of 1."""
         taken = self.forward(call, loss, output)
         sums = zip(DIFFERENTIATED, output[9:14], loss.needs, strict=True)
-        made = {name: x if needed else None for name, x, needed in sums}
-        if made["hidden"] is not None:
-            made["hidden"] = torch.where(output[14][:, None], made["hidden"], 0.0)
+        gradients = {name: x if needed else None for name, x, needed in sums}
+        if gradients["hidden"] is not None:
+            gradients["hidden"] = torch.where(output[14][:, None], gradients["hidden"], 0.0)
         if any(loss.needs):
-            self.backward(taken, (output[0].new_ones(()), None, 1.0), made)
+            self.backward(taken, (output[0].new_ones(()), None, 1.0), gradients)
 
     def backward(
         self, taken: CheckedCall, upstream: Upstream, gradients: dict[str, Tensor | None]
     ) -> None:
         if taken.backward:  # it is a graph that is walked again
             return
-        made = dict(gradients)
+        gradients = dict(gradients)
         if self.against == "other":
-            made = {name: host(x) for name, x in made.items()}
+            gradients = {name: host(x) for name, x in gradients.items()}
         with torch.no_grad():
             own, of_all, scale = upstream
             head = own if of_all is None else of_all
-            taken.receive(float(own), made, scale * float(head))
+            taken.receive(float(own), gradients, scale * float(head))
 
     def copied(self, problem: Problem) -> Problem:
         """On the host; one copy of a head for all the calls of a step, until it is written to: its

@@ -75,7 +75,7 @@ class Chunk(NamedTuple):
 
 
 def chunked_logits(
-    options: Options, arrays: Arrays, beside: ChunkedLogits | None = None
+    options: Options, arrays: Arrays, paired_with: ChunkedLogits | None = None
 ) -> ChunkedLogits:
     """Step 1: valid tokens first; their number bounds the loop, chunks without any cost nothing.
 
@@ -129,8 +129,8 @@ def chunked_logits(
     in_order = dense and device_info().slices_rows and not options.gathered
     parts = dividing(rows, num_tokens) if in_order else None
     rows, in_order = parts or rows, parts is not None
-    if beside is not None:
-        rows, in_order = beside.chunk_rows, beside.in_order
+    if paired_with is not None:
+        rows, in_order = paired_with.chunk_rows, paired_with.in_order
     if in_order:
         order_N = jnp.arange(num_tokens, dtype=jnp.int32)
     else:

@@ -79,7 +79,7 @@ class PairedLogits(NamedTuple):
     def values(self, chunk: Chunk, wanted: tuple[WantedStats, WantedStats]) -> ChunkValues:
         """Steps 3 to 5."""
         of_labels, p_labels = self.untempered(chunk)
-        chunks, heads = (chunk, self.beside(chunk)), (self.student, self.teacher)
+        chunks, heads = (chunk, self.teacher_chunk(chunk)), (self.student, self.teacher)
         stats, logits = [], []
         for head, own, want in zip(heads, chunks, wanted, strict=True):
             z_y, blocks, left = head.kernels.stats(own.block, want)
@@ -93,24 +93,24 @@ class PairedLogits(NamedTuple):
         p_TV, a_TV, terms = kind.terms(*self.ratio(logits, known))
         sums = PairSums(*self.summed(terms))
         value, dz = kind.of_sums(sums)
-        made, labels = PairTerms(p_TV, a_TV, logits[0], p_labels), of_labels or stats[0]
+        pair_terms, labels = PairTerms(p_TV, a_TV, logits[0], p_labels), of_labels or stats[0]
         one, other = stats
         per_token = (value, one.logprob, one.entropy, other.entropy)
         of_both = (one.lse, other.lse, delta, labels.lse)
         none, of_labels = jnp.zeros_like(value), labels.logprob
-        return ChunkValues(value, none, per_token, of_labels, of_both, dz, sums.total, made)
+        return ChunkValues(value, none, per_token, of_labels, of_both, dz, sums.total, pair_terms)
 
-    def again(self, chunk: Chunk, known: list[jax.Array]) -> PairTerms:
+    def recompute(self, chunk: Chunk, known: list[jax.Array]) -> PairTerms:
         """Steps 3 and 4 once more, from lse of both, delta and the labels' lse [T]."""
         _, p_labels = self.untempered(chunk, known[3])
         logits = [
             restored(own, head.kernels.prepare(own.block))
-            for head, own in ((self.student, chunk), (self.teacher, self.beside(chunk)))
+            for head, own in ((self.student, chunk), (self.teacher, self.teacher_chunk(chunk)))
         ]
         p_TV, a_TV, _ = self.kind.terms(*self.ratio(logits, known[: 2 + self.kind.twice]))
         return PairTerms(p_TV, a_TV, logits[0], p_labels)
 
-    def beside(self, chunk: Chunk) -> Chunk:
+    def teacher_chunk(self, chunk: Chunk) -> Chunk:
         """The teacher's logits of the same tokens."""
         return logits_of(self.teacher, chunk.start // self.student.chunk_rows)
 

@@ -66,10 +66,10 @@ class SoftLogits(NamedTuple):
         loss, z_term, slope = self.kind.regularised(nll, stats)
         dz = DzTerms(-jnp.ones_like(nll), jnp.zeros_like(nll) if slope is None else slope)
         per_token, known = (total, logprobs, stats.entropy, stats.lse), tuple(stats)
-        made = self.with_slope(terms, total, stats)
-        return ChunkValues(loss, z_term, per_token, logprobs, known, dz, total, made)
+        with_slope = self.with_slope(terms, total, stats)
+        return ChunkValues(loss, z_term, per_token, logprobs, known, dz, total, with_slope)
 
-    def again(self, chunk: Chunk, stats: Largest, total_T: jax.Array) -> PairTerms:
+    def recompute(self, chunk: Chunk, stats: Largest, total_T: jax.Array) -> PairTerms:
         """The same once more, of what is known of the tokens."""
         left = self.student.kernels.prepare(chunk.block._replace(more=None))
         terms, _ = self.terms(chunk, restored(chunk, left), stats)

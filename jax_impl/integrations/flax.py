@@ -41,8 +41,8 @@ class TrainState(train_state.TrainState):
     def create(cls, *, apply_fn: Any, params: Any, tx: Any, **kwargs: Any) -> TrainState:
         """As in Flax, with `tx` an optax transformation or `token_normalized(...)`."""
         create: Any = super().create
-        made: TrainState = create(apply_fn=apply_fn, params=params, tx=normalized(tx), **kwargs)
-        return made
+        state: TrainState = create(apply_fn=apply_fn, params=params, tx=normalized(tx), **kwargs)
+        return state
 
     def apply_gradients(  # type: ignore[override]
         self, *, grads: Any, token_count: Any, is_last: Any = True, **kwargs: Any

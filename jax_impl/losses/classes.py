@@ -155,9 +155,9 @@ def upstream_rows(
         of_ids,
         None if d_tail is None else wide(d_tail, zeros),
     )
-    made, lse = CLASSES.gradients(g, kept, want), CLASSES.lse_of_rest(kept, want)
-    beta = zeros if made.beta is None else made.beta
-    rows = jnp.concatenate((made.z, jnp.stack((made.alpha, beta, lse))))
+    dz, lse = CLASSES.gradients(g, kept, want), CLASSES.lse_of_rest(kept, want)
+    beta = zeros if dz.beta is None else dz.beta
+    rows = jnp.concatenate((dz.z, jnp.stack((dz.alpha, beta, lse))))
     return rows[:, : logits.tokens.valid.shape[0]]
 
 

@@ -80,7 +80,7 @@ def pair_of(options: Options, arrays: Arrays) -> tuple[ChunkedLogits, ChunkedLog
     student = chunked_logits(options, arrays)
     if arrays.teacher is None:
         return student, None
-    return student, chunked_logits(of_teacher, arrays.teacher, beside=student)
+    return student, chunked_logits(of_teacher, arrays.teacher, paired_with=student)
 
 
 def gathered_pair(
@@ -132,22 +132,22 @@ def divergence_forward(
     def body(chunk: Chunk, carry: tuple[jax.Array, Gradients]) -> tuple[jax.Array, Gradients]:
         values_RM, sums = carry
         factor_T, weight_T, squared_T = at_rows(logits, chunk, numbers)
-        made = both.values(chunk, want)
-        value = made.loss * squared_T
-        more = made.z_term
+        of_chunk = both.values(chunk, want)
+        value = of_chunk.loss * squared_T
+        more = of_chunk.z_term
         if nll_weight:
-            more = -nll_weight * made.labels
+            more = -nll_weight * of_chunk.labels
             value = value + more
-        values = [value, more, *made.per_token]
-        dz = DzTerms(*(x * squared_T for x in made.dz))
+        values = [value, more, *of_chunk.per_token]
+        dz = DzTerms(*(x * squared_T for x in of_chunk.dz))
         if nll_weight and not both.tempered_nll:
-            dz = both.kind.with_nll(dz, made.total, nll_weight)
+            dz = both.kind.with_nll(dz, of_chunk.total, nll_weight)
         if how.each:
             weighted = (*(weight_T * x for x in dz), -nll_weight * weight_T)
-            values += [*made.known, *weighted]
+            values += [*of_chunk.known, *weighted]
         if any(needs):
             own_T = jnp.full_like(factor_T, -nll_weight) if nll_weight else None
-            sums = add_dz(both, chunk, needs, sums, made.terms, dz, own_T, factor_T)
+            sums = add_dz(both, chunk, needs, sums, of_chunk.terms, dz, own_T, factor_T)
         return put_rows(logits, chunk, values_RM, jnp.stack(values)), sums
 
     per_token, sums = jnp.zeros((rows, own.order.size), compute), Gradients.zeros(logits, needs)
@@ -217,13 +217,13 @@ def each_backward(
 
     def step(chunk: Chunk, numbers_T: Any, sums: Gradients) -> Gradients:
         factor_T, of_tokens = numbers_T
-        terms = both.again(chunk, list(of_tokens[:4]))
+        terms = both.recompute(chunk, list(of_tokens[:4]))
         dz, own_T = DzTerms(of_tokens.gain, of_tokens.shift), of_tokens.own if nll_weight else None
         return add_dz(both, chunk, needs, sums, terms, dz, own_T, factor_T)
 
     def dz_of(chunk: Chunk, numbers_T: Any) -> jax.Array:
         factor_T, of_tokens = numbers_T
-        terms = both.again(chunk, list(of_tokens[:4]))
+        terms = both.recompute(chunk, list(of_tokens[:4]))
         dz = DzTerms(factor_T * of_tokens.gain, factor_T * of_tokens.shift)
         return chained(both, chunk, terms, both.dz(chunk, terms, dz))
 
@@ -259,14 +259,14 @@ def _divergence_fwd(options: Options, primals: Any) -> tuple[DivergenceOutput[An
 def _divergence_bwd(
     options: Options, residuals: Any, cotangent: DivergenceOutput[Any]
 ) -> tuple[Any, ...]:
-    gradients, valid_N, types, again = residuals
+    gradients, valid_N, types, residuals_of_each = residuals
     upstream = refused(cotangent, REFUSED)
     if upstream is None:
         return (None,)
     upstream = upstream_of(upstream, None if options.gathered else options.axis)
-    if not again:
+    if not residuals_of_each:
         return (as_gradients(scale_gradients(options, upstream, gradients, valid_N, types)),)
-    of_tokens, arrays, markers = again
+    of_tokens, arrays, markers = residuals_of_each
     needs = Needs(*(marker.size > 0 for marker in markers))
     return (as_gradients(each_backward(options, needs, of_tokens, upstream, arrays)),)
 

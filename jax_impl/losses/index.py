@@ -106,11 +106,11 @@ def nll_forward(
         per_token = ALGEBRA.values(stats_M, target_info(logits, logits.order), scalars)
         stats_M = jax.tree.map(lambda x: jnp.pad(x, (0, 1)), stats_M)
 
-        def again(chunk: Chunk, sums: Gradients) -> Gradients:
+        def second_pass(chunk: Chunk, sums: Gradients) -> Gradients:
             return differentiated(chunk, at_rows(logits, chunk, stats_M), sums)
 
         if any(needs):
-            gradients = over_chunks(logits, again, gradients, factor_N, stats_M, only=only)
+            gradients = over_chunks(logits, second_pass, gradients, factor_N, stats_M, only=only)
     gradients = gradients.finished(logits, exponent)
 
     # 9. Reduce

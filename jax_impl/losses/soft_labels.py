@@ -58,8 +58,8 @@ def soft_nll(args: Arguments, place: Placement | None = None) -> NLLOutput[Any]:
     if divisor is None and options.mean:
         divisor = weight_sum
     per_token: dict[str, Any] = dict.fromkeys(OUTPUTS)
-    made = {"logprobs": logprobs, "entropy": entropy, "lse": lse}
-    per_token |= {name: x for name, x in made.items() if name in args.outputs}
+    values = {"logprobs": logprobs, "entropy": entropy, "lse": lse}
+    per_token |= {name: x for name, x in values.items() if name in args.outputs}
     dependent = {name: x for name, x in per_token.items() if x is not None}
     if not is_zero(args.z_loss):
         dependent["z_loss"] = z_loss
@@ -134,8 +134,8 @@ def soft_forward(
     output, residuals, *_ = divergence_forward(options, Needs(), arrays)
     entropy = output.entropy if options.entropy else None
     # Of a token that is not valid +0.
-    made = LogprobOutput(0.0 - output.loss, entropy, output.teacher_entropy, None)
-    return made, (residuals, output.divergence)
+    output_of_logits = LogprobOutput(0.0 - output.loss, entropy, output.teacher_entropy, None)
+    return output_of_logits, (residuals, output.divergence)
 
 
 def soft_backward(
@@ -154,7 +154,7 @@ def soft_backward(
     def dz_of(chunk: Chunk, numbers: Any) -> jax.Array:
         (g_logprobs, g_entropy, g_lse), stats, total_T = numbers
         of = Largest(*stats)
-        terms = both.again(chunk, of, total_T)
+        terms = both.recompute(chunk, of, total_T)
         of = beside_classes(of)
         log_p_TV = jnp.maximum(both.kind.log_p(terms.student.z_TV, of), FLOOR)
         g_logprobs, g_entropy, g_lse = map(per_token, (g_logprobs, g_entropy, g_lse))

@@ -49,10 +49,10 @@ def of_few(options: Options, own: jax.Array, other: jax.Array, valid: jax.Array)
     how, dtype = options.divergence, options.compute_dtype
     plain = Options(-1, dtype, dtype, dtype, options.chunk_bytes, options.platform)
     labels = jnp.zeros(valid.shape, jnp.int32)
-    beside = DivergenceOptions(how.kind, False, True, False, plain)
+    of_pair = DivergenceOptions(how.kind, False, True, False, plain)
     names = SCALARS["vocab_parallel_divergence"]
     scalars = Scalars(**{name: getattr(options.scalars, name) for name in names})
-    few = plain._replace(divergence=beside, scalars=scalars)
+    few = plain._replace(divergence=of_pair, scalars=scalars)
     teacher = Arrays(hidden=lax.stop_gradient(other), labels=labels, where=valid)
     result: jax.Array = _divergence_vjp(few, Arrays(own, labels, where=valid, teacher=teacher)).loss
     return result
@@ -167,8 +167,8 @@ def check_total(student: Arguments, ids: Any, logprobs: Any) -> None:
         order = np.argsort(np.asarray(ids), axis=-1, kind="stable")
         ascending = np.take_along_axis(np.asarray(ids), order, -1)
         log_q = np.take_along_axis(np.asarray(logprobs, np.float64), order, -1)
-        again = ascending[..., 1:] == ascending[..., :-1]
-        new = np.concatenate((ascending[..., :1] >= 0, ~again), -1)
+        repeated = ascending[..., 1:] == ascending[..., :-1]
+        new = np.concatenate((ascending[..., :1] >= 0, ~repeated), -1)
         log_q = np.where(new & (ascending >= 0), log_q, -np.inf)
         labels, where = np.asarray(student.labels), student.where
         valid = np.asarray(valid_tokens(widen_labels(labels), where, student.ignore_index))

@@ -132,9 +132,9 @@ def upstream_rows(
     tails = None if upstream.d_tail is None else clean(upstream.d_tail)
     g = Upstream(clean(upstream.d_logprobs), entropies, clean(upstream.d_lse), of_ids, tails)
     want = want_of(own, call, options)
-    made, lse = CLASSES.gradients(g, kept, want), CLASSES.lse_of_rest(kept, want)
-    beta = zeros if made.beta is None else made.beta
-    return torch.cat((made.z, made.alpha[None], beta[None])), lse[None]
+    dz, lse = CLASSES.gradients(g, kept, want), CLASSES.lse_of_rest(kept, want)
+    beta = zeros if dz.beta is None else dz.beta
+    return torch.cat((dz.z, dz.alpha[None], beta[None])), lse[None]
 
 
 def coefficients(rows: Tensor, *, entropy: bool) -> Coefficients:

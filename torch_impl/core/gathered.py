@@ -56,8 +56,8 @@ class GatheredTokens(OwnTokens):
         # A number per token that travels where any rank has it.
         if self.temperature is None and any(agreed.temperature):
             self.temperature = call.hidden.new_ones(1, dtype=call.compute_dtype)
-        made = kernels_for(call.hidden.device, call.compute_dtype, call.scalars)
-        columns = vocab.largest + made.spare_column  # of all ranks: they have the same chunks
+        kernel_cls = kernels_for(call.hidden.device, call.compute_dtype, call.scalars)
+        columns = vocab.largest + kernel_cls.spare_column  # of all ranks: they have the same chunks
         whole = plan_of(call, self.ranks * self.longest, columns, min(agreed.budget))
         self.per_chunk, self.length = spread_tokens(whole.chunk_tokens, self.ranks, self.longest)
         tokens, in_chunk = self.ranks * self.length, self.ranks * self.per_chunk

@@ -114,7 +114,9 @@ class GradientSums:
         self.weight = torch.empty(shape if needs[1] else (0, 0), **logits.like)
         self.bias = torch.zeros(logits.local_size if needs[2] else 0, **logits.like)
         self.low = (
-            None if logits.low is None else LowSums(logits.low, needs[3], needs[4], logits.made)
+            None
+            if logits.low is None
+            else LowSums(logits.low, needs[3], needs[4], logits.kernel_cls)
         )
         self.summing: Any = None
         self.weight_VH = self.weight.T if self.needs_transpose else self.weight
@@ -128,7 +130,7 @@ class GradientSums:
         self.dz_y_T = torch.empty(logits.plan.chunk_tokens, **logits.like)
         places = logits.tokens.places(0, logits.tokens.computed)
         self.targets_M = logits.tokens.labels[places]
-        if logits.made.sorted_targets:
+        if logits.kernel_cls.sorted_targets:
             # A token that is masked has no target: of many, one program would add up all.
             valid_M = logits.tokens.valid[places]
             self.targets_M = torch.where(valid_M, self.targets_M, logits.local_size)
@@ -136,7 +138,7 @@ class GradientSums:
     @cached_property  # while the device is at the first chunk's products, which do not wait for it
     def order_M(self) -> Tensor | None:
         """For kernels that want `sorted_targets`."""
-        wanted = self.logits.made.sorted_targets and (self.needs[1] or self.needs[4])
+        wanted = self.logits.kernel_cls.sorted_targets and (self.needs[1] or self.needs[4])
         return order_in_chunks(self.logits, self.targets_M) if wanted else None
 
     def passes(self, exponent: Tensor | None) -> Iterator[tuple[ChunkedLogits, GradientSums]]:
@@ -205,7 +207,7 @@ class GradientSums:
                 mm(dz_TV, logits.operand_VH, out=dx_TH)
             if low is not None and activations is not None:
                 low.add_to_hidden(dx_TH, du_TR, activations)
-            logits.made.add_to_hidden(dx_TH[:size], terms, logits.operand_VH)
+            logits.kernel_cls.add_to_hidden(dx_TH[:size], terms, logits.operand_VH)
             if view_TH is None:  # to other ranks meanwhile, with d weight of this chunk
                 self.tokens.put(self.hidden, dx_TH, chunk.start, size, add=self.added)
             del dx_TH, view_TH  # not beside the products of d weight
@@ -233,7 +235,7 @@ class GradientSums:
             left, right = (x.T, dz) if self.needs_transpose else (dz.T, x)
             with gemm_precision(logits.gemm_dtype, dz_TV.device):
                 addmm_(self.weight, left, right, first=chunk.start + start == 0)
-            logits.made.add_to_weight(self.weight_VH, of_part, x[: len(of_part.dz_y_B)])
+            logits.kernel_cls.add_to_weight(self.weight_VH, of_part, x[: len(of_part.dz_y_B)])
 
     def _start_sum(self) -> None:
         """Once a call, on every rank, whatever it has computed."""
@@ -268,8 +270,8 @@ class GradientSums:
                 self.logits.vocab.start_sum(low_in).wait()
             if self.padding and self.needs[4]:
                 low_out = torch.nn.functional.pad(low_out, (0, 0, 0, self.padding))
-        again = self.logits.transposed and not self.needs_transpose
-        weight = self.weight.T if again else self.weight
+        turned = self.logits.transposed and not self.needs_transpose
+        weight = self.weight.T if turned else self.weight
         gradients = Gradients(self.hidden, weight, self.bias, low_in, low_out)
         if exponent is not None:
             for accumulator in gradients:

@@ -223,10 +223,10 @@ def trial(device: torch.device) -> str:
     """Nothing, where a first program runs: it needs a C compiler and a folder for what is compiled,
     which images without either lack."""
     try:
-        made = triton_kernels()
+        triton = triton_kernels()
         one = torch.ones(1, 1, device=device)
         terms = TargetTerms(one[0], one[0].long() - 1, None, 0)
-        made.add_to_hidden(one.clone(), terms, one)
+        triton.add_to_hidden(one.clone(), terms, one)
     except Exception as error:  # noqa: BLE001 - of a driver, a compiler, a file system
         return f"{type(error).__name__}: {error}".partition("\n")[0]
     return ""

@@ -39,8 +39,8 @@ class ChunkedLogits:
         vocab: LocalVocab,
         class_weights: Tensor | None,
         *,
-        made: type[Kernels] | None = None,
-        beside: ChunkedLogits | None = None,
+        kernel_cls: type[Kernels] | None = None,
+        paired_with: ChunkedLogits | None = None,
     ) -> None:
         """Of the rows of `call`; `chunks_of` says whose tokens are in a chunk, which have been
         exchanged by now, and `vocab` which classes the rows are. `made`: by other kernels than the
@@ -54,7 +54,7 @@ class ChunkedLogits:
         self.gemm_dtype, self.compute_dtype = call.gemm_dtype, compute_dtype
         self.hidden = hidden
         self.like: dict[str, Any] = {"dtype": compute_dtype, "device": hidden.device}
-        self.made = made or kernels_for(hidden.device, compute_dtype, call.scalars)
+        self.kernel_cls = kernel_cls or kernels_for(hidden.device, compute_dtype, call.scalars)
         # Rows beyond those of the vocabulary are padding.
         weight_VH = call.rows_VH[: vocab.local_size]
         self.local_rows = call.columns
@@ -62,19 +62,19 @@ class ChunkedLogits:
         self.own_weights = None if class_weights is None else vocab.own_part(class_weights)
         # Of a shard there may be a spare column, at -inf, for targets that other ranks hold.
         whole = vocab.shard is None
-        self.width = self.local_size + (not whole and self.made.spare_column)
+        self.width = self.local_size + (not whole and self.kernel_cls.spare_column)
         # Over shards a second chunk may cost an exchange or a GEMM.
         row_bytes = self.width * compute_dtype.itemsize if whole else 0
         columns = self.width
         if not whole:  # chunks of the same tokens on all ranks
-            columns = max(vocab.largest, self.local_size) + self.made.spare_column
-        plan = chunks_of.plan(columns, row_bytes) if beside is None else beside.plan
+            columns = max(vocab.largest, self.local_size) + self.kernel_cls.spare_column
+        plan = chunks_of.plan(columns, row_bytes) if paired_with is None else paired_with.plan
         self.plan: ChunkPlan = plan
         self.block_rows = self.plan.chunk_tokens
-        if not self.made.whole_chunks:
+        if not self.kernel_cls.whole_chunks:
             self.block_rows = self.plan.block_tokens(block_bytes(hidden.device.type))
-        if beside is not None:
-            self.block_rows = beside.block_rows
+        if paired_with is not None:
+            self.block_rows = paired_with.block_rows
         self.operand_VH = operand(weight_VH, call.gemm_dtype, compute_dtype)
         self.low = None if call.low_in is None else LowRank(call, self.local_size)
         self.shape = LogitTransform(
@@ -127,7 +127,7 @@ class ChunkedLogits:
     def kernels(self) -> Kernels:
         """With their scratch; give them up before a GEMM, whose own takes its place."""
         rows, device = self.block_rows, self.hidden.device
-        return self.made(rows, self.width, self.compute_dtype, device, self.shape)
+        return self.kernel_cls(rows, self.width, self.compute_dtype, device, self.shape)
 
     def blocks(self, chunk: Chunk, *, fresh: bool = True) -> Iterator[LogitsBlock]:
         """Of a chunk; not `fresh` where statistics of its logits have been made in place."""

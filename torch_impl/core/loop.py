@@ -62,7 +62,9 @@ class LocalRows:
     def block(self, loop: HeadLoop) -> ChunkedLogits:
         if self.logits is None:
             parts = loop.chunks_of, loop.vocab, loop.class_weights
-            self.logits = ChunkedLogits(self.call, *parts, made=loop.made, beside=loop.beside)
+            self.logits = ChunkedLogits(
+                self.call, *parts, kernel_cls=loop.kernel_cls, paired_with=loop.paired_with
+            )
             self.call = loop.call  # which does not hold rows that were gathered
         return self.logits
 
@@ -81,12 +83,12 @@ class HeadLoop:
         call: HeadCall,
         terms: Terms,
         *,
-        made: type[Kernels] | None = None,
-        beside: ChunkedLogits | None = None,
+        kernel_cls: type[Kernels] | None = None,
+        paired_with: ChunkedLogits | None = None,
     ) -> None:
         """`made` and `beside` as `ChunkedLogits` has them."""
         self.call, self.terms, route = call, terms, route_of(call)
-        self.made, self.beside = made, beside
+        self.kernel_cls, self.paired_with = kernel_cls, paired_with
         self.compute_dtype, self.ignore_index = call.compute_dtype, call.ignore_index
         self.like: dict[str, Any] = {"dtype": call.compute_dtype, "device": call.hidden.device}
         # Before ranks go ways of their own

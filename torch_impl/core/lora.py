@@ -93,8 +93,8 @@ class LowRank:
 class LowSums:
     """d A and d B out of one dz after the other, and what d hidden has of it."""
 
-    def __init__(self, low: LowRank, need_a: bool, need_b: bool, made: type[Kernels]) -> None:
-        self.low, self.need_a, self.need_b, self.made = low, need_a, need_b, made
+    def __init__(self, low: LowRank, need_a: bool, need_b: bool, kernel_cls: type[Kernels]) -> None:
+        self.low, self.need_a, self.need_b, self.kernel_cls = low, need_a, need_b, kernel_cls
         self.a = torch.zeros_like(low.a_RH) if need_a else low.a_RH.new_zeros(0, 0)
         self.b = torch.zeros_like(low.b_VR) if need_b else low.b_VR.new_zeros(0, 0)
         self.parts = parts_of(low.b_VR, low.exact, low.dz_dtype)
@@ -108,7 +108,7 @@ class LowSums:
         with low.precision():
             addmm_(product, dz_TV, self.parts.tensor, first=True)
         du_TR = self.parts.whole(product, rank)
-        self.made.add_to_hidden(du_TR[: terms.dz_y_B.shape[0]], terms, low.b_VR)
+        self.kernel_cls.add_to_hidden(du_TR[: terms.dz_y_B.shape[0]], terms, low.b_VR)
         return du_TR.mul_(low.scale)
 
     def add_to_hidden(self, dx_TH: Tensor, du_TR: Tensor, activations: LoraActivations) -> None:
@@ -131,4 +131,4 @@ class LowSums:
         with low.precision():
             addmm_(product, dz_TV.T, parts.tensor, first=True)
         self.b += parts.whole(product, u_TR.shape[1])
-        self.made.add_to_weight(self.b, terms, u_TR[: terms.dz_y_B.shape[0]])
+        self.kernel_cls.add_to_weight(self.b, terms, u_TR[: terms.dz_y_B.shape[0]])

@@ -26,7 +26,7 @@ from xentlib.torch.core.precomputed import PrecomputedLogits
 from xentlib.torch.operators import HeadCall
 
 Pair = tuple[LogitsBlock, LogitsBlock]  # of the student and of the teacher, the same tokens
-Made = tuple[Eager, Eager]  # who computes on each
+KernelPair = tuple[Eager, Eager]  # who computes on each
 
 
 class InPlace(Pairs):
@@ -97,13 +97,13 @@ class LogitsTeacher:
         """As the student's."""
         student = self.student
         device, size = self.logits.device, max(1, min(student.block_rows, student.tokens.computed))
-        return student.made(size, student.width, student.compute_dtype, device, self.shape)
+        return student.kernel_cls(size, student.width, student.compute_dtype, device, self.shape)
 
     def pairs(self, rows_of: Iterator[LogitsBlock], chunk: Any) -> Iterator[Pair]:
         student, size = self.student, self.student.local_size
         for rows in rows_of:
             own_BV = self.logits[rows.places, :size]
-            if student.made.whole_chunks:  # whose kernels only read them
+            if student.kernel_cls.whole_chunks:  # whose kernels only read them
                 z_BV = own_BV if own_BV.stride(1) == 1 else own_BV.contiguous()
             else:
                 z_BV = torch.empty_like(rows.z_BV)
@@ -173,15 +173,15 @@ class PairedLogits:
         else:
             yield from self.blocks(chunk)
 
-    def kernels(self) -> Made:
+    def kernels(self) -> KernelPair:
         """With their scratch; given up before a GEMM."""
         kernels: Any = (self.student.kernels(), self.teacher.kernels())
         self.kind = self.kind._replace(exp=kernels[0].exp)
-        made: Made = kernels
-        return made
+        pair_kernels: KernelPair = kernels
+        return pair_kernels
 
     def untempered(
-        self, unit: Unit, kernels: Made, lse: Tensor | None = None
+        self, unit: Unit, kernels: KernelPair, lse: Tensor | None = None
     ) -> tuple[TokenStats | None, list[Tensor]]:
         """Statistics and p [B, V] of the student's logits before their temperature, which then
         divides them: what a loss of the labels is of. Not the statistics, where lse is known."""
@@ -210,7 +210,7 @@ class PairedLogits:
         size = student.local_rows if of_logits else student.local_size
         check_vocabulary(size, self.teacher.classes, sharded=student.vocab.sharded)
 
-    def values(self, unit: Unit, kernels: Made, *, tempered_nll: bool = False) -> UnitValues:
+    def values(self, unit: Unit, kernels: KernelPair, *, tempered_nll: bool = False) -> UnitValues:
         """Steps 2 to 5. a is then in place of the student's logits, p in place of the teacher's.
         `tempered_nll`: a loss of the labels is of other logits, without their temperature."""
         of_labels, p_labels = self.untempered(unit, kernels) if tempered_nll else (None, [])
@@ -243,8 +243,8 @@ class PairedLogits:
             of_all.total,
         )
 
-    def again(
-        self, unit: Unit, kernels: Made, known_4N: Tensor, *, tempered_nll: bool = False
+    def recompute(
+        self, unit: Unit, kernels: KernelPair, known_4N: Tensor, *, tempered_nll: bool = False
     ) -> list[Tensor]:
         """Steps 2 to 4 once more, from lse of both, delta and the labels' lse; their p, if those
         are of other logits."""
@@ -255,7 +255,9 @@ class PairedLogits:
             self.put_terms(part, known[: 2 + self.kind.twice])
         return p_labels
 
-    def block_sums(self, unit: Unit, kernels: Made, known: Sequence[Tensor], *, first: bool) -> Any:
+    def block_sums(
+        self, unit: Unit, kernels: KernelPair, known: Sequence[Tensor], *, first: bool
+    ) -> Any:
         """Steps 2 to 4 of a block, from lse of both, and delta: sums [k, blocks, B], of those that
         delta needs if `first`."""
         (part,) = unit.parts()
@@ -264,11 +266,11 @@ class PairedLogits:
             return self.sums(self.kind.first_sums(*self.ratio(part, known)), kernels[0])
         return self.sums(self.put_terms(part, known), kernels[0])
 
-    def prepare(self, part: Any, kernels: Made) -> None:
+    def prepare(self, part: Any, kernels: KernelPair) -> None:
         """Step 2 of both."""
-        for k, (rows, made) in enumerate(zip(part, kernels)):
+        for k, (rows, of_head) in enumerate(zip(part, kernels)):
             if rows.fresh:
-                restore(rows, made.prepare(rows, derivative=not k))
+                restore(rows, of_head.prepare(rows, derivative=not k))
 
     def ratio(self, part: Any, known: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
         rows, teacher, at = part
@@ -302,7 +304,7 @@ class PairedLogits:
         dz: DzTerms,
         own: Tensor | None,
         p: Tensor | None,
-        kernels: Made,
+        kernels: KernelPair,
         of_block: Any,
     ) -> None:
         """Steps 6 and 7, for the products of `of_block`; arguments as those of `put_dz`."""
@@ -335,11 +337,11 @@ def columns_of_units(
     part: Any, blocks: Sequence[LogitsBlock], kernels: Eager, wanted: WantedStats, *, learns: bool
 ) -> tuple[Tensor, NonTargetStats]:
     """Steps 2 to 4: the target's logit and the statistics of the others, of all shards."""
-    made = [kernels.stats(rows, wanted, dz_follows=learns) for rows in blocks]
-    for rows, (z_y, _) in zip(blocks, made, strict=True):
+    columns = [kernels.stats(rows, wanted, dz_follows=learns) for rows in blocks]
+    for rows, (z_y, _) in zip(blocks, columns, strict=True):
         restore(rows, z_y)
-    z_y = torch.cat([x for x, _ in made])
-    fields = zip(*(x for _, x in made), strict=True)
+    z_y = torch.cat([x for x, _ in columns])
+    fields = zip(*(x for _, x in columns), strict=True)
     rest = BlockStats(*(None if x[0] is None else torch.cat(x, -1) for x in fields))
     owned = torch.ones_like(z_y, dtype=torch.bool)
     if blocks[0].owned_B is not None:

@@ -33,7 +33,7 @@ class PrecomputedLogits:
         chunks_of: OwnTokens,
         vocab: LocalVocab,
         *,
-        made: type[Kernels] | None = None,
+        kernel_cls: type[Kernels] | None = None,
     ) -> None:
         logits, compute_dtype = call.hidden, call.compute_dtype
         self.logits, self.temperature, self.compute_dtype = logits, call.temperature, compute_dtype
@@ -42,8 +42,8 @@ class PrecomputedLogits:
         self.vocab, self.tokens = vocab, chunks_of.all
         self.local_rows, self.local_size = logits.shape[1], vocab.local_size
         self.class_weights: Tensor | None = None
-        self.made = made or kernels_for(logits.device, compute_dtype, call.scalars)
-        self.width = self.local_size + (vocab.sharded and self.made.spare_column)
+        self.kernel_cls = kernel_cls or kernels_for(logits.device, compute_dtype, call.scalars)
+        self.width = self.local_size + (vocab.sharded and self.kernel_cls.spare_column)
         self.shape = LogitTransform(self.local_size, scalars=call.scalars, top_k=call.top_k)
         self.block_rows = block_tokens(
             min(chunk_bytes(call.chunk_bytes, logits.device), block_bytes(logits.device.type)),
@@ -60,12 +60,12 @@ class PrecomputedLogits:
     def kernels(self) -> Kernels:
         """For all of the blocks."""
         device, size = self.logits.device, min(self.block_rows, self.tokens.computed)
-        return self.made(size, self.width, self.compute_dtype, device, self.shape)
+        return self.kernel_cls(size, self.width, self.compute_dtype, device, self.shape)
 
     def blocks(self, chunk: None = None) -> Iterator[LogitsBlock]:
         """All in one buffer, and rows that do not count are 0; the logits themselves, where kernels
         only read them, or a copy, where further classes are taken out."""
-        tokens, whole = self.tokens, self.made.whole_chunks
+        tokens, whole = self.tokens, self.kernel_cls.whole_chunks
         copied = not whole or tokens.more is not None
         rows = min(self.block_rows, tokens.computed) if copied else tokens.computed
         copied_BV = torch.empty(0 if whole else rows, self.width, **self.like)
@@ -100,7 +100,9 @@ class LogitsRows:
 
     def blocks(self, loop: Any) -> Iterator[PrecomputedLogits]:
         if self.logits is None:
-            self.logits = PrecomputedLogits(self.call, loop.chunks_of, loop.vocab, made=loop.made)
+            self.logits = PrecomputedLogits(
+                self.call, loop.chunks_of, loop.vocab, kernel_cls=loop.kernel_cls
+            )
         yield self.logits
 
     def sums(self, loop: Any, needs: list[bool]) -> LogitsGradient:

@@ -205,7 +205,7 @@ class StreamedRows:
                 loop.chunks_of,
                 LocalVocab(self.all_classes, shard, order),
                 loop.class_weights,
-                made=loop.made,
+                kernel_cls=loop.kernel_cls,
             )
 
     def bounds(self, b: int) -> tuple[int, int]:

@@ -19,8 +19,8 @@ from xentlib.soft_labels import FAR, CrossEntropy, Largest, SoftSums
 from xentlib.torch.core.eager import Eager
 from xentlib.torch.core.kernels import LogitsBlock
 from xentlib.torch.core.pairs import (
+    KernelPair,
     LogitsTeacher,
-    Made,
     Pair,
     PairedLogits,
     Unit,
@@ -57,7 +57,7 @@ class SoftLogits(PairedLogits):
         super().__init__(student, labels, kind, (WantedStats(entropy), WantedStats()))
         self.dz_has_p = False
 
-    def values(self, unit: Unit, kernels: Made, *, tempered_nll: bool = False) -> UnitValues:
+    def values(self, unit: Unit, kernels: KernelPair, *, tempered_nll: bool = False) -> UnitValues:
         """Steps 2 to 6. a - p total is then in place of the logits, p in place of q."""
         students = [rows for rows, _ in unit.pairs]
         of_student = self.student, students, kernels[0], self.wanted[0]

@@ -104,7 +104,7 @@ def columns_of(logits: Any, wanted: WantedStats, chunk: Chunk | None = None) -> 
         weight = logits.own_weights.sum()
     label = target_info(logits, places)
     rest_weight = weight - label.weight * here.to(z_y.dtype)
-    return ColumnStats(logits.made.algebra, z_y, here, rest, rest_weight, more, top)
+    return ColumnStats(logits.kernel_cls.algebra, z_y, here, rest, rest_weight, more, top)
 
 
 def put_stats(
@@ -116,7 +116,7 @@ def put_stats(
     for rows in logits.blocks(chunk):
         z_y, rest = kernels.stats(rows, wanted, dz_follows=False)
         if logits.vocab.shard is None:  # all columns are here: one block
-            rest = logits.made.algebra.together(rest).as_block()
+            rest = logits.kernel_cls.algebra.together(rest).as_block()
         further = (rows.top_BK, rows.z_top_BK, rows.z_more_BK)
         parts = [x.T for x in further if x is not None]
         parts += [x for x in (z_y, *rest) if x is not None]

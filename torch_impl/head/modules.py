@@ -151,5 +151,5 @@ def replaced(call: T, **fields: Any) -> T:
     """`_replace` of a NamedTuple: what that makes is empty where Dynamo of torch 2.11 has broken a
     graph behind it."""
     named: Any = call
-    made: T = type(call)(**{**named._asdict(), **fields})
-    return made
+    record: T = type(call)(**{**named._asdict(), **fields})
+    return record

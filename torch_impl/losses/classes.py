@@ -64,7 +64,7 @@ def classes_forward(call: HeadCall, options: Options) -> tuple[Tensor, ...]:
     needs, entropy = options.wanted, options.entropy
     refused = refused_divisor(call, options)
     terms = Terms(function_of(call), needs, float(entropy), None, refused, kind=options.kind)
-    loop = HeadLoop(call, terms, made=kernels_of(call))
+    loop = HeadLoop(call, terms, kernel_cls=kernels_of(call))
     loop.chunks_of.exchange()
     vocab = loop.check_consistent()
     if vocab is not None:
@@ -93,12 +93,12 @@ def classes_backward(upstream: Cotangents, call: HeadCall, options: Options) -> 
     needs, entropy = options.wanted, upstream.d_entropy is not None
     call, kept = kept_of(call, upstream.residuals)
     terms = Terms("the backward of chunked_logprobs", needs, d_entropy=entropy)
-    loop = HeadLoop(call, terms, made=kernels_of(call))
+    loop = HeadLoop(call, terms, kernel_cls=kernels_of(call))
     entropy = loop.chunks_of.d_entropy  # of the tokens of any rank
     g, lse = upstream_rows(loop.own, upstream, kept, call, options)
     g, lse = loop.chunks_of.exchange(g, lse)
-    again = Recompute(lse[0], lambda g_KB, _: coefficients(g_KB, entropy=entropy))
-    return recompute(call, loop, again, g, needs)
+    objective = Recompute(lse[0], lambda g_KB, _: coefficients(g_KB, entropy=entropy))
+    return recompute(call, loop, objective, g, needs)
 
 
 RESULTS = f"({', '.join(['Tensor'] * 9)})"
@@ -157,8 +157,8 @@ def backward(ctx: Any, *gradients: Tensor | None) -> Named | None:
     d_entropy = d_entropy if options.entropy else None
     upstream = Cotangents(d_logprobs, d_entropy, d_lse, d_ids, d_tail, d_top, residuals)
     needs = class_op.needed(ctx, *DIFFERENTIATED)
-    made = class_backward_op(upstream, call, options._replace(wanted=needs))
-    return {name: g if need else None for name, g, need in zip(DIFFERENTIATED, made, needs)}
+    gradients = class_backward_op(upstream, call, options._replace(wanted=needs))
+    return {name: g if need else None for name, g, need in zip(DIFFERENTIATED, gradients, needs)}
 
 
 class_op.gradient(keep, backward)
@@ -234,8 +234,8 @@ def class_results(args: Arguments, few: FewClasses | None = None) -> ClassResult
             kind,
             teacher,
         )
-        made: list[Any] = [*class_op(call, options), problem, call, args]
-        return ClassResults(*made)
+        results: list[Any] = [*class_op(call, options), problem, call, args]
+        return ClassResults(*results)
 
     return placed(args)
 

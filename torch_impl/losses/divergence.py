@@ -92,7 +92,7 @@ def divergence_forward(
     needs = loss.reduced_needs
     refused = refused_divisor(call, loss)
     of_loss = loss.terms(loss.function, teacher.form, refused)
-    loop = HeadLoop(in_halves(call), of_loss, made=kernels_of(call, loss))
+    loop = HeadLoop(in_halves(call), of_loss, kernel_cls=kernels_of(call, loss))
     weights_N, weight_sum, divisor = token_weights(loss, loop.own.valid, loop.compute_dtype)
     own_factor_N = weights_N * (1.0 / divisor)
     squared_N = torch.ones_like(weights_N)
@@ -148,7 +148,7 @@ def divergence_backward(
 ) -> Gradients:
     """Steps 6 to 8 of a loss of each token, from logits that are computed again."""
     terms = loss.terms(f"the backward of {FUNCTION}", teacher.form)
-    loop = HeadLoop(in_halves(call), terms, made=kernels_of(call, loss))
+    loop = HeadLoop(in_halves(call), terms, kernel_cls=kernels_of(call, loss))
     g_N = loop.own.clean(gradient.to(loop.compute_dtype))
     g_N, *exchanged = loop.chunks_of.exchange(g_N, *residuals_7N)
     objective = DivergenceRecompute(loop, teacher, loss, torch.stack(exchanged))

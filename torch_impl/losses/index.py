@@ -79,7 +79,7 @@ class IndexLabels(Objective):
     def step(self, unit: tuple[LogitsBlock, TokenStats | None], kernels: Any, out: Out) -> None:
         rows, of_chunk = unit
         factor_B, size = out.factor[rows.places], self.loop.vocab.size
-        if self.fuses and self.logits.made.fused_loss:
+        if self.fuses and self.logits.kernel_cls.fused_loss:
             self.fused_step(rows, kernels, factor_B, out)
             return
         # 3. to 5. Softmax without the target column, then the target
@@ -90,7 +90,7 @@ class IndexLabels(Objective):
             stats = at_rows(of_chunk, rows.span)
         else:
             z_y, blocks = kernels.stats(rows, self.wanted, dz_follows=self.needs_dz)
-            algebra = self.logits.made.algebra
+            algebra = self.logits.kernel_cls.algebra
             stats = algebra.token_stats(z_y, algebra.together(blocks), size, label)
         if self.stats is None:
             out.values[:, rows.places] = ALGEBRA.values(stats, label, self.scalars)

@@ -118,10 +118,10 @@ def logprobs_backward(upstream: Cotangents, call: HeadCall, values: Values) -> G
     if values.probs is not None:
         from xentlib.torch.losses.soft_labels import SoftRecompute
 
-        loop = HeadLoop(call, terms, made=Eager)
-        again = SoftRecompute(loop, values.labels, upstream)
+        loop = HeadLoop(call, terms, kernel_cls=Eager)
+        objective = SoftRecompute(loop, values.labels, upstream)
         g_3N = clean_upstream(loop.own, upstream, call.compute_dtype)
-        return recompute(call, loop, again, g_3N, needs)
+        return recompute(call, loop, objective, g_3N, needs)
     loop = HeadLoop(call, terms)
     entropy = loop.chunks_of.d_entropy  # of the tokens of any rank
     smoothing, vocab_size = call.scalars.label_smoothing, loop.vocab.size

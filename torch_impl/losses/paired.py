@@ -131,26 +131,26 @@ class Divergence(PairedObjective):
 
     def step(self, unit: Unit, kernels: Any, out: Out) -> None:
         weight, tempered, places = self.call.scalars.nll_weight, is_tempered(self.call), unit.places
-        made = self.pair.values(unit, kernels, tempered_nll=tempered)
-        value = made.loss * self.squared_N[places]
-        more = made.z_term
+        of_unit = self.pair.values(unit, kernels, tempered_nll=tempered)
+        value = of_unit.loss * self.squared_N[places]
+        more = of_unit.z_term
         if weight:
-            more = -weight * made.labels
+            more = -weight * of_unit.labels
             value = value + more
-        dz = DzTerms(*(x * self.squared_N[places] for x in made.dz))
+        dz = DzTerms(*(x * self.squared_N[places] for x in of_unit.dz))
         if weight and not tempered:
-            dz = self.pair.kind.with_nll(dz, made.total, weight)
-        values = [value, more, *made.per_token]
+            dz = self.pair.kind.with_nll(dz, of_unit.total, weight)
+        values = [value, more, *of_unit.per_token]
         if self.loss.each:
             terms = (*dz, torch.full_like(value, -weight))
-            values += [*made.known, *(x * self.weights_N[places] for x in terms)]
+            values += [*of_unit.known, *(x * self.weights_N[places] for x in terms)]
         out.values[:, places] = torch.stack(values)
         for k, part in enumerate(unit.parts()) if out.needs_dz else ():
             rows, _, at = part
             factor_B = self.logits.scaled(out.factor[rows.places], rows)
             of_nll = -weight * untempered(factor_B, rows) if weight else None
             of_rows = DzTerms(factor_B * dz.gain[at], factor_B * dz.shift[at])
-            p = made.p_labels[k] if tempered else None
+            p = of_unit.p_labels[k] if tempered else None
             self.pair.write(part, of_rows, of_nll, p, kernels, out.sums)
 
 
@@ -165,7 +165,7 @@ class DivergenceRecompute(PairedRecompute):
 
     def step(self, unit: Unit, kernels: Any, out: Out) -> None:
         tempered, (part,) = is_tempered(self.call), unit.parts()
-        p_labels = self.pair.again(unit, kernels, self.residuals_7N[:4], tempered_nll=tempered)
+        p_labels = self.pair.recompute(unit, kernels, self.residuals_7N[:4], tempered_nll=tempered)
         rows = part[0]
         known = Residuals(*self.residuals_7N[:, rows.places])
         factor_B, of_nll = self.logits.scaled(out.factor[rows.places], rows), None
@@ -185,9 +185,9 @@ def logits_values(
 ) -> tuple[HeadLoop, Tensor, Residuals]:
     """Of precomputed logits: the divergences [N], and what their backward needs. What shards
     exchange is of all tokens at once, and blocks are read again in between."""
-    loops, known, made = [], [], kernels_of(call, loss)
+    loops, known, kernel_cls = [], [], kernels_of(call, loss)
     for part in (call, teacher.as_head_call(call)):
-        loop = HeadLoop(part, Terms(LOGITS_FUNCTION), made=made)
+        loop = HeadLoop(part, Terms(LOGITS_FUNCTION), kernel_cls=kernel_cls)
         vocab = loop.check_consistent()
         if vocab is not None:
             vocab.consistency.exact("kind", float(KINDS.index(loss.kind)))

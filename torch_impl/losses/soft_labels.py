@@ -143,7 +143,7 @@ def check_soft_values(mass: Tensor, call: HeadCall) -> None:
 def soft_forward(call: HeadCall, labels: TeacherCall, values: Any) -> tuple[Tensor, ...]:
     """Of precomputed logits: sum_v a_v (z_v - lse), entropy, lse and the sum of each token's
     probabilities, [N] each; `Largest`, and the sum of a, [5, N]."""
-    loop = HeadLoop(call, Terms(LOGITS_FUNCTION, outputs=float(values.entropy)), made=Eager)
+    loop = HeadLoop(call, Terms(LOGITS_FUNCTION, outputs=float(values.entropy)), kernel_cls=Eager)
     vocab, tokens = loop.check_consistent(), loop.own
     logits: Any = next(iter(loop.blocks()))
     if vocab is not None:

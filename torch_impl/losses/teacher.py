@@ -152,9 +152,9 @@ def of_both(call: HeadCall, teacher: TeacherCall) -> tuple[HeadCall, TeacherCall
 
 def paired(loop: HeadLoop, student: ChunkedLogits, teacher: TeacherCall, loss: Any) -> PairedLogits:
     """The student's logits of a loop, with the teacher's beside them."""
-    pairs = pairs_for(student.made)
+    pairs = pairs_for(student.kernel_cls)
     on_cpu = device_info(loop.call.hidden).cpu_libraries
-    if not student.made.whole_chunks and (on_cpu or loss.kind != SOFT_LABELS):
+    if not student.kernel_cls.whole_chunks and (on_cpu or loss.kind != SOFT_LABELS):
         # On a CPU as many arrays of each are in the cache. On a GPU a divergence has up to 34 of a
         # block; class probabilities have few, and a quarter would cost them 4 times the launches:
         # 269 ms for 109 of 8,192 tokens on an H200.
@@ -166,16 +166,18 @@ def paired(loop: HeadLoop, student: ChunkedLogits, teacher: TeacherCall, loss: A
         teacher_rows = LogitsTeacher(teacher.head.hidden, teacher.head.temperature, student)
         return pairs(student, teacher_rows, kind, loss.wanted)
     call = teacher.as_head_call(loop.call)
-    beside = HeadLoop(call, Terms(TEACHER), made=student.made, beside=student)
-    beside.chunks_of.exchange()
-    beside.check_consistent()
-    (logits,) = beside.blocks()
+    teacher_loop = HeadLoop(
+        call, Terms(TEACHER), kernel_cls=student.kernel_cls, paired_with=student
+    )
+    teacher_loop.chunks_of.exchange()
+    teacher_loop.check_consistent()
+    (logits,) = teacher_loop.blocks()
     return pairs(student, HeadTeacher(logits), kind, loss.wanted)
 
 
-def pairs_for(made: type[Kernels]) -> type[PairedLogits]:
+def pairs_for(kernel_cls: type[Kernels]) -> type[PairedLogits]:
     """Who computes on the blocks of these kernels."""
-    if not made.whole_chunks:
+    if not kernel_cls.whole_chunks:
         return PairedLogits
     from xentlib.torch.triton.pairs import TritonPairs
 

@@ -56,9 +56,14 @@ def top_k_divergence(args: DivergenceArguments, student: Arguments) -> Divergenc
         check_temperatures(args.temperature, teacher.temperature)
     entropy = "entropy" in args.outputs
     student = student._replace(ids=teacher.ids, entropy=entropy)
-    made = class_results(student, few_classes(args, teacher))
-    logprob, ids_logprobs, tail, problem = made.logprobs, made.ids_logprobs, made.tail, made.problem
-    call, entropies = made.call, made.entropy
+    student_results = class_results(student, few_classes(args, teacher))
+    logprob, ids_logprobs, tail, problem = (
+        student_results.logprobs,
+        student_results.ids_logprobs,
+        student_results.tail,
+        student_results.problem,
+    )
+    call, entropies = student_results.call, student_results.entropy
     valid = call.labels.long() != call.ignore_index
     valid = onto(valid if call.where is None else valid & call.where, call.hidden.device)
     compute = call.compute_dtype
@@ -145,10 +150,10 @@ def output_of(
     if args.nll_weight:
         nll = without_gradient("nll", nll, call.leaves, FUNCTION)
     divergence, logprobs, entropies = (x.detach() for x in per_token)
-    made = {"divergence": divergence, "logprobs": logprobs, "entropy": entropies}
+    per_token_values = {"divergence": divergence, "logprobs": logprobs, "entropy": entropies}
     named: dict[str, Any] = dict.fromkeys(DIVERGENCE_OUTPUTS)
     for name in args.outputs:
-        x = with_leading(torch.where(valid, made[name], 0.0).to(dtype), leading)
+        x = with_leading(torch.where(valid, per_token_values[name], 0.0).to(dtype), leading)
         named[name] = without_gradient(name, x, call.leaves, FUNCTION)
     if not each:
         label_loss(total, num_tokens, weight_sum.to(dtype), denominator)

@@ -351,12 +351,12 @@ def ranks_of(owner: Owner) -> int:
 def joint_group(of: dist.ProcessGroup, ranks: Sequence[int]) -> dist.ProcessGroup:
     """Of these ranks, of which `of` has some; they make it at its first use, and nobody else has
     to: a mesh that is flattened waits for ranks that have no head."""
-    made, named = JOINT_GROUPS.setdefault(of, {}), tuple(sorted(ranks))
+    groups, named = JOINT_GROUPS.setdefault(of, {}), tuple(sorted(ranks))
     if len(ranks) == dist.get_world_size():
-        made[named] = dist.group.WORLD
-    elif named not in made:
-        made[named] = dist.new_group(list(named), use_local_synchronization=True)
-    group: dist.ProcessGroup = made[named]
+        groups[named] = dist.group.WORLD
+    elif named not in groups:
+        groups[named] = dist.new_group(list(named), use_local_synchronization=True)
+    group: dist.ProcessGroup = groups[named]
     return group
 
 

@@ -18,7 +18,7 @@ from xentlib.checks.divergence import of_teacher
 from xentlib.options import DIVERGENCES
 from xentlib.pairs import DzTerms
 from xentlib.torch.core.kernels import LogitsBlock
-from xentlib.torch.core.pairs import LogitsTeacher, Made, PairedLogits, Unit, UnitValues
+from xentlib.torch.core.pairs import KernelPair, LogitsTeacher, PairedLogits, Unit, UnitValues
 from xentlib.torch.core.precomputed import LogitsGradient
 from xentlib.torch.triton import pair_programs
 from xentlib.torch.triton.launch import DTYPES, Triton, device_of, options
@@ -30,10 +30,10 @@ class TritonPairs(PairedLogits):
     # Of the tokens of a unit: lse of both and delta
     known: tuple[Tensor, Tensor, Tensor | None]
 
-    def kernels(self) -> Made:
+    def kernels(self) -> KernelPair:
         kernels: Any = (self.student.kernels(), self.teacher.kernels())
-        made: Made = kernels
-        return made
+        pair_kernels: KernelPair = kernels
+        return pair_kernels
 
     def stats_of(
         self, part: Any, rows: LogitsBlock, kernels: Any, wanted: WantedStats, *, learns: bool
@@ -49,7 +49,7 @@ class TritonPairs(PairedLogits):
         stats: TokenStats = algebra.token_stats(z_y, together, part.vocab.size, label)
         return stats
 
-    def values(self, unit: Unit, kernels: Made, *, tempered_nll: bool = False) -> UnitValues:
+    def values(self, unit: Unit, kernels: KernelPair, *, tempered_nll: bool = False) -> UnitValues:
         """Steps 2 to 5."""
         ((rows, teacher),) = unit.pairs
         kind, wanted = self.kind, self.wanted
@@ -71,8 +71,8 @@ class TritonPairs(PairedLogits):
         of_labels = labels.logprob, [labels.lse]
         return UnitValues(value, none, per_token, *of_labels, known, dz, of_all.total)
 
-    def again(
-        self, unit: Unit, kernels: Made, known_4N: Tensor, *, tempered_nll: bool = False
+    def recompute(
+        self, unit: Unit, kernels: KernelPair, known_4N: Tensor, *, tempered_nll: bool = False
     ) -> list[Tensor]:
         """Nothing, but for what is known of the tokens."""
         lse, other, delta, of_labels = known_4N[:, unit.places]
@@ -86,13 +86,15 @@ class TritonPairs(PairedLogits):
         rows.temperature_B = temperature_B
         return stats
 
-    def block_sums(self, unit: Unit, kernels: Made, known: Sequence[Tensor], *, first: bool) -> Any:
+    def block_sums(
+        self, unit: Unit, kernels: KernelPair, known: Sequence[Tensor], *, first: bool
+    ) -> Any:
         """Step 4 from lse of both, and delta."""
         lse, other, *more = known
         self.known = lse, other, more[0] if more else None
         return self.sums_of(unit, kernels, first=first)
 
-    def sums_of(self, unit: Unit, kernels: Made, *, first: bool = False) -> Tensor:
+    def sums_of(self, unit: Unit, kernels: KernelPair, *, first: bool = False) -> Tensor:
         """[k, blocks, B] of the terms of step 4, of those that delta needs if `first`."""
         ((rows, _),) = unit.pairs
         count, columns = rows.z_BV.shape[0], self.student.local_size
@@ -112,7 +114,7 @@ class TritonPairs(PairedLogits):
         dz: DzTerms,
         own: Tensor | None,
         p: Tensor | None,
-        kernels: Made,
+        kernels: KernelPair,
         of_block: Any,
     ) -> None:
         """Steps 6 and 7: dz in place of the logits, the target's with it; `p` is the lse of the
@@ -139,7 +141,7 @@ class TritonPairs(PairedLogits):
             self.put(part, kernels, at, into_BV, out.round_to, **more)
         of_block.dz_y_T[rows.span] = 0.0
 
-    def write_gradient(self, part: Any, dz: DzTerms, kernels: Made, d_logits: Tensor) -> None:
+    def write_gradient(self, part: Any, dz: DzTerms, kernels: KernelPair, d_logits: Tensor) -> None:
         """Steps 6 and 7, into the gradient of precomputed logits."""
         places = part[0].places
         into_BV = whole_BV = d_logits[places, self.columns]
@@ -152,7 +154,7 @@ class TritonPairs(PairedLogits):
             d_logits[places, self.columns] = into_BV
 
     def put(
-        self, part: Any, kernels: Made, at: slice, into_BV: Tensor, dtype: Any, **more: Any
+        self, part: Any, kernels: KernelPair, at: slice, into_BV: Tensor, dtype: Any, **more: Any
     ) -> None:
         more |= {"dz_ptr": into_BV, "ld_dz": into_BV.stride(0), "ROUND": DTYPES[dtype]}
         self.launch(pair_programs.pair_dz, part[:2], kernels, at, **more)
@@ -167,7 +169,7 @@ class TritonPairs(PairedLogits):
         lse, other, delta = (None if x is None else x[at].contiguous() for x in self.known)
         left_out = None if delta is None else torch.expm1(-delta)
         own, teacher = (
-            made.of(x) | made.shape_of(x) for made, x in zip(kernels, pair, strict=True)
+            kernel.of(x) | kernel.shape_of(x) for kernel, x in zip(kernels, pair, strict=True)
         )
         with device_of(rows.z_BV):
             program[(rows.z_BV.shape[0],)](

@@ -296,8 +296,8 @@ def check_tokens(call: Arguments | LogitsArguments, name: str, on_host: bool) ->
                 f"as `token_weights`."
             )
         check_per_token("where", where, leading, name)
-        beside, beside_name = (labels, "labels") if apart else (source, name)
-        check_device("where", where, beside, beside_name)
+        reference_spec, beside_name = (labels, "labels") if apart else (source, name)
+        check_device("where", where, reference_spec, beside_name)
     check_ignore_index(call.ignore_index)
     return leading
 

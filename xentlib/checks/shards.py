@@ -88,7 +88,7 @@ ROUTES = Refusals(
     "it out; under FSDP2 pass the parameter itself, and no copy of it.",
     # What ZeRO-3, which cuts a parameter's row of numbers, does not cut between rows.
     flat_rows="`gather` must be 'head' unless ZeRO-3 keeps as many whole rows of `weight` [V, H] "
-    "on each rank; got {gather!r} with {shape}{beside}, weight_layout={layout!r} and {ranks} "
+    "on each rank; got {gather!r} with {shape}{bias}, weight_layout={layout!r} and {ranks} "
     "ranks. Pad the vocabulary to a multiple of the ranks, or leave `gather` out.",
     # A head that ZeRO-3 has whole on this rank.
     gathered="`gather` must be 'head' for a head that ZeRO-3 has gathered already; got "
@@ -216,8 +216,8 @@ def check_flat_rows(
     cut = layout == "VH" and len(shape) == 2 and rows % ranks == 0
     if cut and (bias is None or tuple(bias) == (rows,)):
         return
-    beside = "" if bias is None else f", a bias {list(bias)}"
-    shapes = {"shape": list(shape), "beside": beside, "layout": layout}
+    bias_shape = "" if bias is None else f", a bias {list(bias)}"
+    shapes = {"shape": list(shape), "bias": bias_shape, "layout": layout}
     ROUTES.refuse("flat_rows", gather=gather, ranks=ranks, **shapes)
 
 

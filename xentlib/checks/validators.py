@@ -76,8 +76,8 @@ def plain(value: Any) -> Any:
 def plain_args(args: Args) -> Args:
     """The same of all arguments of a call."""
     numpy = (np.generic, np.ndarray)
-    made: Args = args._make([plain(x) if isinstance(x, numpy) else x for x in args])
-    return made
+    converted: Args = args._make([plain(x) if isinstance(x, numpy) else x for x in args])
+    return converted
 
 
 def is_count(value: object, least: int = 1) -> bool:

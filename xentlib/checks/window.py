@@ -109,15 +109,15 @@ WINDOW_TYPES = Refusals(
 def check_windows(mode: str, labels: Any, where: Any, token_weights: Any, uneven: object) -> None:
     """Validate what a window of `TokenNormalizer` counts."""
     WINDOWS.require("labels", mode != "precount" or labels is not None)
-    beside = {"where": where, "token_weights": token_weights}
+    per_token = {"where": where, "token_weights": token_weights}
     if mode == "postscale":
-        for name, value in {"labels": labels, **beside}.items():
+        for name, value in {"labels": labels, **per_token}.items():
             WINDOWS.require("uncounted", value is None, name=name)
         if uneven:
             WINDOWS.refuse("even")
         return
     number = len(labels)
-    for name, value in beside.items():
+    for name, value in per_token.items():
         entries = number if value is None else len(value)
         WINDOWS.require("number", entries == number, name=name, number=number, entries=entries)
 

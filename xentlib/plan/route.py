@@ -91,7 +91,7 @@ def _route(
 
 
 def _full_logits(s: RouteConfig) -> Route:
-    exchanges, tokens = _of_wrapper(s, again=not s.kept), s.tokens_per_rank
+    exchanges, tokens = _of_wrapper(s, regathers=not s.kept), s.tokens_per_rank
     plan = replace(s.plan_of_own(), chunk_tokens=tokens)
     moments = of_full_logits(s)
     return _route(s, "full logits", exchanges, moments, plan, columns=s.vocab_size, products=3)
@@ -99,7 +99,7 @@ def _full_logits(s: RouteConfig) -> Route:
 
 def _head(s: RouteConfig) -> Route:
     plan = s.plan_of_own()
-    exchanges = _of_wrapper(s, again=(s.recompute or s.module) and not s.kept)
+    exchanges = _of_wrapper(s, regathers=(s.recompute or s.module) and not s.kept)
     of_shards, twice = _of_shards(s, plan)
     products = 4 if s.recompute or twice else 3
     exchanges[1:1] = of_shards
@@ -107,7 +107,7 @@ def _head(s: RouteConfig) -> Route:
     return _route(s, "head", exchanges, moments, plan, columns=s.classes, products=products)
 
 
-def _of_wrapper(s: RouteConfig, *, again: bool) -> list[Exchange]:
+def _of_wrapper(s: RouteConfig, *, regathers: bool) -> list[Exchange]:
     """Of a head that FSDP2 gathers, with its bias and its adapters, in one piece; or ZeRO-3, which
     cuts memory evenly, and reduces in each micro-batch."""
     rows, ranks = s.ranks * s.rows, s.ranks
@@ -123,7 +123,7 @@ def _of_wrapper(s: RouteConfig, *, again: bool) -> list[Exchange]:
     late: Any = {"backward": True, "under": TRUNK, "per_sync": not s.zero3}
     return [
         Exchange("all_gather", "head", 1, gathered, *where),
-        Exchange("all_gather", "head", int(again), gathered, *where, backward=True),
+        Exchange("all_gather", "head", int(regathers), gathered, *where, backward=True),
         Exchange("reduce_scatter", "d weight", 1, reduced, *where, **late),
         _over_replicas(s, 1, reduced // ranks, under=TRUNK),
     ]
@@ -243,14 +243,14 @@ def _of_tokens(s: RouteConfig, plan: ChunkPlan, ranks: int, nodes: int) -> list[
     upstream = tokens * (numbers + 7 * s.size) if late else 2 * s.all_ranks * s.size
     of_all = where if late else (s.all_ranks, s.nodes)
     d_hidden = tokens * s.hidden_size * s.size
-    beside: Any = {"backward": late, "under": GRADIENTS}
+    timing: Any = {"backward": late, "under": GRADIENTS}
     return [
         Exchange("all_gather", "labels and factors", 1, tokens * numbers, *where),
         Exchange("all_gather", "hidden states", first, states, *where, under=STATISTICS),
         Exchange("all_reduce", "largest logits", times, (tokens + same) * s.size, every, nodes),
         Exchange("all_reduce", "sums of the softmax", times, tokens * sums * s.size, every, nodes),
-        Exchange("all_gather", "hidden states", chunks, states, *where, **beside),
-        Exchange("reduce_scatter", "d hidden", chunks, d_hidden, *where, **beside),
+        Exchange("all_gather", "hidden states", chunks, states, *where, **timing),
+        Exchange("reduce_scatter", "d hidden", chunks, d_hidden, *where, **timing),
         Exchange("all_gather", "upstream", 1, upstream, *of_all, backward=True),
     ]
 
@@ -262,13 +262,13 @@ def _stream(s: RouteConfig) -> Route:
     where, entries = (s.ranks, s.nodes), blocks * s.ranks * rows * s.hidden_size
     passed, size = entries * s.gemm_size, s.size
     once, of_all = int(not s.recompute), (s.all_ranks, s.nodes)
-    beside: Any = {"backward": s.recompute, "under": GRADIENTS}
+    timing: Any = {"backward": s.recompute, "under": GRADIENTS}
     exchanges = [
         *_handshakes(s),
         *_of_bias(s, s.ranks, s.nodes),
         Exchange("all_gather", "blocks of rows", blocks, passed, *where, under=STATISTICS),
-        Exchange("all_gather", "blocks of rows", blocks, passed, *where, **beside),
-        Exchange("reduce_scatter", "d weight", blocks, entries * size, *where, **beside),
+        Exchange("all_gather", "blocks of rows", blocks, passed, *where, **timing),
+        Exchange("reduce_scatter", "d weight", blocks, entries * size, *where, **timing),
         *_over_shards(s),
         Exchange("all_gather", "upstream", once, 2 * s.all_ranks * size, *of_all, backward=True),
         _rows_over_replicas(s),
@@ -295,13 +295,13 @@ def _hybrid(s: RouteConfig) -> Route:
     ranks, rows = s.ranks // s.nodes, s.nodes * s.rows
     plan = s.plan_of_shared(rows, ranks)
     over, entries = (s.nodes, s.nodes), rows * s.hidden_size
-    passed, again, late = entries * s.gemm_size, int(s.recompute), s.recompute
+    passed, regathers, late = entries * s.gemm_size, int(s.recompute), s.recompute
     exchanges = [
         *_handshakes(s),
         Exchange("all_gather", "rows of all nodes", 1, passed, *over),
         *_of_bias(s, *over),
         *_of_tokens(s, plan, ranks, 1),
-        Exchange("all_gather", "rows of all nodes", again, passed, *over, backward=True),
+        Exchange("all_gather", "rows of all nodes", regathers, passed, *over, backward=True),
         Exchange("reduce_scatter", "d weight", 1, entries * s.size, *over, backward=late),
     ]
     moments = of_hidden(s, plan, rows, ranks, gathered=True)

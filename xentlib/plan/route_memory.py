@@ -37,13 +37,13 @@ def of_head(s: RouteConfig, plan: ChunkPlan) -> Moments:
     gathered = _gathered(s)
     both = {GATHERED: gathered, BUFFER: gathered}
     sums = _sums(s, s.classes, ITEMSIZE[s.head_dtype])
-    again = {GATHERED: gathered} if s.kept or s.module or s.recompute else {}
+    regathered = {GATHERED: gathered} if s.kept or s.module or s.recompute else {}
     moments = {"forward": both | _walk(s, plan, gradient=not s.recompute)}
     if s.recompute:
-        moments["backward"] = again | _walk(s, plan)
+        moments["backward"] = regathered | _walk(s, plan)
     elif s.module and not s.kept:
         moments["gather for the backward"] = both | {k: sums[k] for k in (D_WEIGHT, D_HIDDEN)}
-    moments["gradients rounded"] = again | sums
+    moments["gradients rounded"] = regathered | sums
     return _with_earlier(s, moments | _reduced(s))
 
 
@@ -76,7 +76,7 @@ def of_hidden(s: RouteConfig, plan: ChunkPlan, rows: int, ranks: int, *, gathere
     """Tokens of `ranks` meet `rows` that stay; `gathered` from the same place of other nodes."""
     chunk = plan.chunk_tokens * s.hidden_size
     coming = plan.num_chunks > 1  # one is computed, one is on its way, of whose part the source
-    walk = _walk(s, plan, again=s.on_cpu)
+    walk = _walk(s, plan, regathers=s.on_cpu)
     walk[D_WEIGHT] = _low_in(s) + s.trained(rows) * s.size
     walk[D_HIDDEN] = s.tokens_per_rank * s.hidden_size * s.size
     walk[WIDENED] = _operand(s, rows)
@@ -137,10 +137,10 @@ def _gathered(s: RouteConfig) -> int:
 
 
 def _walk(
-    s: RouteConfig, plan: ChunkPlan, *, gradient: bool = True, again: bool = False
+    s: RouteConfig, plan: ChunkPlan, *, gradient: bool = True, regathers: bool = False
 ) -> dict[str, int]:
     """`again`: statistics are there before gradients, which then need no scratch of theirs."""
-    recompute = s.recompute or again
+    recompute = s.recompute or regathers
     walk = torch_walk(plan, s.gemm_dtype, gradient, recompute, s.platform, s.kernels)
     if s.head_dtype != s.gemm_dtype:
         walk[WIDENED] = plan.vocab_size * s.hidden_size * s.gemm_size

@@ -96,8 +96,8 @@ class Route:
             sent = [x for x in self.exchanges if x.under == under]
             if sent:
                 part = 1 / self.products if under == STATISTICS else 1 - 1 / self.products
-                beside = min(self._links(sent), part * self.compute_seconds)
-                hidden += beside * (1 - 1 / sent[0].count)
+                hidden_links = min(self._links(sent), part * self.compute_seconds)
+                hidden += hidden_links * (1 - 1 / sent[0].count)
         # In this order: what was added to 1e-11 s and taken away again leaves 1e-21 s of rounding.
         sent_alone = self._links(x for x in self.exchanges if x.under != TRUNK)
         return self.compute_seconds + (sent_alone - hidden)

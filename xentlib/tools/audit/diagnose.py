@@ -57,7 +57,7 @@ def judge(
     oracle: Oracle,
     got: Numbers,
     changed: Sequence[str] = (),
-    again: Callable[[], Numbers] | None = None,
+    rerun: Callable[[], Numbers] | None = None,
     run: Callable[[Problem], Numbers] | None = None,
 ) -> Report:
     """Hold the numbers of a step, [R, ...] each, against those of the oracle.
@@ -68,7 +68,7 @@ def judge(
 
     Args:
         changed: names of what the step was given and has written to.
-        again: calls the step once more.
+        rerun: calls the step once more.
         run: calls it on another problem.
     """
     problem, bias = oracle.problem, got.d_bias is not None
@@ -102,7 +102,7 @@ def judge(
         if alone and not LIMIT.holds(distance(returned[1:], _of_bias(oracle, fits[0].reading))):
             notes.append("the gradient of the bias is wrong in another way")
         if not fits:
-            notes.append(_hint(returned, got, changed, again))
+            notes.append(_hint(returned, got, changed, rerun))
         if token_map is not None and not token_map.exact and not fits:
             notes.append(_left_over(oracle, token_map))
         note = "; ".join(x for x in notes if x)
@@ -253,7 +253,7 @@ def _hint(
     wrong: Sequence[Array],
     got: Numbers,
     changed: Sequence[str],
-    again: Callable[[], Numbers] | None,
+    rerun: Callable[[], Numbers] | None,
 ) -> str:
     """What is seen in numbers that no defect gives."""
     if not all(np.isfinite(x).all() for x in wrong):
@@ -262,10 +262,10 @@ def _hint(
         return "it is 0 everywhere: detached on the way, or cleared"
     if changed:
         return f"the step has written to what it was given: {', '.join(changed)}"
-    if again is None:
+    if rerun is None:
         return ""
     try:
-        other = again()
+        other = rerun()
     except Exception as error:  # noqa: BLE001 - the step's own, which is said
         return f"a second call raised {type(error).__name__}"
     if LIMIT.holds(distance([other.d_weight], [np.asarray(got.d_weight, np.float64)])):
