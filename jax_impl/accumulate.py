@@ -80,9 +80,9 @@ def accumulate_grads(
     check_choice("empty", empty, ("skip", "zero"))
     check_choice("nonfinite", nonfinite, NONFINITE)
     types = axis_name is not None and checks_types(axis_name)
-    own = varying(lax.axis_index(axis_name)) if types else frozenset()
+    axes_here = varying(lax.axis_index(axis_name)) if types else frozenset()
     # Gradients of parameters that vary are this device's own: summed once, after the loop.
-    here = vary(params, own)
+    here = vary(params, axes_here)
     grad_fn = jax.value_and_grad(partial(called_with, sum_and_count_fn), has_aux=True)
     number = jax.tree.leaves(micro_batches)[0].shape[0]
 
@@ -107,9 +107,9 @@ def accumulate_grads(
     check_traced(loss_type, traced.jaxpr.jaxpr)
     count_dtype = as_count(jnp.zeros((), count_type.dtype)).dtype
     start = (
-        vary(zeros_of(loss_type, wide(loss_type.dtype)), own),
-        vary(zeros_of(count_type, count_dtype), own),
-        vary(zeros_of(count_type, jnp.float32), own),
+        vary(zeros_of(loss_type, wide(loss_type.dtype)), axes_here),
+        vary(zeros_of(count_type, count_dtype), axes_here),
+        vary(zeros_of(count_type, jnp.float32), axes_here),
         jax.tree.map(lambda g: zeros_of(g, wide(g.dtype)), grads_type),
         jnp.zeros((), jnp.int32),
     )
@@ -295,9 +295,9 @@ def token_normalized(
 
     def init(params: Any) -> TokenNormalizedState:
         state = inner.init(params)
-        own = (TokenNormalizedState, optax.MultiStepsState, optax.ApplyEvery)
-        kinds = jax.tree.leaves(state, is_leaf=lambda x: isinstance(x, own))
-        for kind, message in zip(own, ("outermost", "multi_steps", "apply_every")):
+        wrappers = (TokenNormalizedState, optax.MultiStepsState, optax.ApplyEvery)
+        kinds = jax.tree.leaves(state, is_leaf=lambda x: isinstance(x, wrappers))
+        for kind, message in zip(wrappers, ("outermost", "multi_steps", "apply_every")):
             WINDOW_TYPES.require(message, not any(isinstance(x, kind) for x in kinds))
         return fresh(params, jnp.zeros((), jnp.int32), state)
 
@@ -318,8 +318,8 @@ def token_normalized(
         if not weighted:
             check_window_count(known(state.num_tokens), known(count_of))
         count = jnp.asarray(count_of)
-        own = varying(count) - varying(state.num_tokens)
-        axes = tuple(sorted(map(str, own)))
+        more_axes = varying(count) - varying(state.num_tokens)
+        axes = tuple(sorted(map(str, more_axes)))
         WINDOWS.require("count_of_all", not axes, over=axes[0] if len(axes) == 1 else axes)
         if nonfinite == "drop":
             fine = all_finite(updates)

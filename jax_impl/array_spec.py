@@ -54,9 +54,9 @@ def concrete_on_cpu(*arrays: Any) -> bool:
     """Whether values can be read here and now without waiting for an accelerator."""
     if any(isinstance(x, jax.core.Tracer) for x in arrays):
         return False
-    own = [x for x in arrays if isinstance(x, jax.Array)]
+    concrete = [x for x in arrays if isinstance(x, jax.Array)]
     return all(
-        x.is_fully_addressable and all(d.platform == "cpu" for d in x.devices()) for x in own
+        x.is_fully_addressable and all(d.platform == "cpu" for d in x.devices()) for x in concrete
     )
 
 

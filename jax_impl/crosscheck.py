@@ -262,8 +262,8 @@ class CrossCheck(Schedule):
             for name, x in record.constants.items()
         }
         arrays: dict[str, Any] = {name: flat.get(name) for name in ARRAYS}
-        own = [name for name in RULES if name in Arguments._fields]
-        options = {name: flat.get(name, getattr(fixed, name)) for name in own}
+        names = [name for name in RULES if name in Arguments._fields]
+        options = {name: flat.get(name, getattr(fixed, name)) for name in names}
         same = ("ignore_index", "reduction", "weight_layout", "compute_dtype")
         options |= {name: getattr(fixed, name) for name in same}
         gemm = resolve_dtypes(hidden.dtype.name, weight.dtype.name, fixed.compute_dtype)[0]

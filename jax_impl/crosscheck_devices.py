@@ -59,8 +59,8 @@ class Waiting:
 
     def all_of(self, mark: Any, index: int, record: CallRecord, count: int) -> list[CallRecord]:
         """The records of one call, once this is the last of `count`."""
-        own = (x for x in self.calls if x[0] == mark and index not in x[1])
-        call = next(own, None)
+        waiting_calls = (x for x in self.calls if x[0] == mark and index not in x[1])
+        call = next(waiting_calls, None)
         if call is None:
             call = mark, {}
             self.calls.append(call)

@@ -93,8 +93,8 @@ def refused(cotangent: Any, names: Sequence[str] = REFUSED) -> jax.Array | None:
     known = {k: g for k, g in known.items() if g is not None and not isinstance(g, SymbolicZero)}
     upstream: jax.Array | None = known.pop("loss", None)
     for g in known.values():
-        own = jnp.zeros((), g.dtype) if upstream is None else upstream
-        upstream = jnp.where((g != 0).any(), jnp.nan, own)
+        cotangent = jnp.zeros((), g.dtype) if upstream is None else upstream
+        upstream = jnp.where((g != 0).any(), jnp.nan, cotangent)
     return upstream
 
 

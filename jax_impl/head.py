@@ -75,8 +75,8 @@ def head_of(args: Arguments) -> tuple[Arguments, LowRankHead[jax.Array] | None]:
             f"a {kind} with options of its own, which would be lost",
             "Call it with the labels, `head(hidden, labels)`.",
         )
-    own = getattr(module, "dot_general", None)
-    if own not in (None, jax.lax.dot_general) or getattr(module, "dot_general_cls", None):
+    product = getattr(module, "dot_general", None)
+    if product not in (None, jax.lax.dot_general) or getattr(module, "dot_general_cls", None):
         refuse_module(
             f"a {kind} with a `dot_general` of its own, which may quantise",
             f"Leave that out, or pass {ARRAY}.",

@@ -121,8 +121,8 @@ def next_token_labels(
     if cu_seqlens is not None:
         # Offsets before a piece fall on its first token; those behind are dropped.
         offsets = jnp.asarray(cu_seqlens).astype(jnp.int32)[None] - start[:, None]
-        places = (np.arange(pieces)[:, None], jnp.maximum(offsets, 0))
-        begins = jnp.zeros((pieces, length + columns), bool).at[places].set(True, mode="drop")
+        index = (np.arange(pieces)[:, None], jnp.maximum(offsets, 0))
+        begins = jnp.zeros((pieces, length + columns), bool).at[index].set(True, mode="drop")
     if begins is not None:
         shifted = jnp.where(any_of_next(begins, columns), ignored, shifted)
     shifted = shifted.reshape(labels.shape)

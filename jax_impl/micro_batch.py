@@ -1,5 +1,5 @@
-"""What a caller tells of a micro-batch: its loss, and the weight of its tokens; and what a program
-says of a loss of `chunked_nll`.
+"""Token counts of micro-batches, and what a traced program says of a loss: whether it is a mean or
+a sum of `chunked_nll`.
 """
 
 from __future__ import annotations

@@ -42,8 +42,8 @@ def check_options(per_token: bool, options: Mapping[str, Any], *, kept: bool) ->
     """Refuse options that the head's function does not have, or that a module cannot keep."""
     function = chunked_logprobs if per_token else chunked_nll
     names = list(inspect.signature(function).parameters)[3:]
-    own = ("bias", "weight_layout", "vocab_parallel")
-    check_head_options(options, [x for x in names if x not in own])
+    fields = ("bias", "weight_layout", "vocab_parallel")
+    check_head_options(options, [x for x in names if x not in fields])
     for name, value in options.items() if kept else ():
         check_kept_option(name, value)
 
@@ -173,8 +173,8 @@ class NLLHead(nnx.Linear):
             layer |= {"in_features": linear.features, "out_features": linear.num_embeddings}
             layer["use_bias"] = False
         if isinstance(linear, NLLHead):
-            own = ("per_token", "tokens", "vocab_parallel")
-            options = {name: getattr(linear, name) for name in own} | dict(linear.options)
+            fields = ("per_token", "tokens", "vocab_parallel")
+            options = {name: getattr(linear, name) for name in fields} | dict(linear.options)
             arguments = options | arguments
         head: NLLHead = nnx.eval_shape(lambda: cls(rngs=nnx.Rngs(0), **layer, **arguments))
         head.kernel = linear.embedding if tied else linear.kernel

@@ -41,9 +41,9 @@ def placed(args: Arguments, low: LowRankHead[Any] | None, *, recompute: bool) ->
     meshes = [sharding[0] for sharding in (*shardings, *map(explicit, low or ())) if sharding]
     if not meshes or jnp.ndim(weight) != 2:  # the latter is refused where shapes are checked
         return None
-    tokens, head, own = (sharding[1] if sharding else P() for sharding in shardings)
+    tokens, head, bias_spec = (sharding[1] if sharding else P() for sharding in shardings)
     tokens = P(*tokens[: jnp.ndim(hidden) - 1])
-    return place(meshes[0], tokens, head, own, args, recompute=recompute)
+    return place(meshes[0], tokens, head, bias_spec, args, recompute=recompute)
 
 
 def explicit(x: Any) -> tuple[Any, P] | None:
@@ -116,7 +116,7 @@ def place(
         return tuple(one for one in rest if one in over)
 
     cut = (pieces(v, kept), pieces(h))
-    own = pieces(axes_of((*bias, None)[0]), kept)
+    bias_axes = pieces(axes_of((*bias, None)[0]), kept)
     gathered = tuple(one for one in kept if one in over) if stay else ()
     if stay:
         check_rows_stay(over, kept, h)
@@ -134,7 +134,7 @@ def place(
         mesh=mesh,
         tokens=tokens,
         weight=P(*specs),
-        bias=P((*kept, *own) or None),
+        bias=P((*kept, *bias_axes) or None),
         # The axes that spread tokens are gathered, and d B is summed over them, by the compiler: R
         # columns, where the weight has H.
         low_out=P(kept or None, None),
@@ -142,7 +142,7 @@ def place(
         gathered=gathered,
         over=over,
         weight_cut=cut,
-        bias_cut=(own,),
+        bias_cut=(bias_axes,),
     )
 
 
@@ -231,10 +231,10 @@ def specs_of(place: Placement, arrays: Arrays) -> Arrays:
     known |= dict.fromkeys(("keep", "kept", "ids", "log_q"), states)
     known |= {"labels": rows, "bias": place.bias, "low_in": P(), "low_out": place.low_out}
     specs = jax.tree.map(lambda x: rows if x.ndim == leading else P(), arrays)
-    own: Arrays = specs._replace(
+    filled: Arrays = specs._replace(
         **{name: spec for name, spec in known.items() if getattr(arrays, name) is not None}
     )
-    return own
+    return filled
 
 
 def of_flat(function: Function[T], options: Options, outputs: T, arrays: Arrays) -> T:

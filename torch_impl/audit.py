@@ -58,15 +58,17 @@ def audit(step: Step, *, kind: str | None = None, **options: Any) -> Report:
     declared = Options.of(options)
     kind = adapters.kind_of(step, kind, declared)
     if kind != "step":
-        oracle, own, changed = _of_function(step, kind, declared)
-        return judge("torch", oracle, own, changed, lambda: _of_function(step, kind, declared)[1])
+        oracle, numbers, changed = _of_function(step, kind, declared)
+        return judge(
+            "torch", oracle, numbers, changed, lambda: _of_function(step, kind, declared)[1]
+        )
     ranks = _ranks()
     processes = os.environ.get("WORLD_SIZE")
     STEPS.require("group", ranks or int(processes or 1) <= 1, world=processes)
     world = max(ranks, 1)
     oracle = oracle_of(kind, declared, world)
     rank = dist.get_rank() if world > 1 else 0
-    own, changed = _of_step(step, oracle.problem, rank)
+    numbers, changed = _of_step(step, oracle.problem, rank)
     after = _ranks()
     STEPS.require("same_group", max(after, 1) == world, ranks=after, before=ranks)
 
@@ -75,14 +77,14 @@ def audit(step: Step, *, kind: str | None = None, **options: Any) -> Report:
 
     rerun = (lambda: run(oracle.problem)) if world == 1 else None
     changed = changed if world == 1 else []
-    return judge("torch", oracle, _stacked(own, world), changed, rerun, run)
+    return judge("torch", oracle, _stacked(numbers, world), changed, rerun, run)
 
 
-def _stacked(own: Numbers, world: int) -> Numbers:
+def _stacked(numbers: Numbers, world: int) -> Numbers:
     """Of all ranks."""
-    of_ranks: list[Any] = [own] * world
+    of_ranks: list[Any] = [numbers] * world
     if world > 1:
-        dist.all_gather_object(of_ranks, own)
+        dist.all_gather_object(of_ranks, numbers)
     return adapters.stacked(of_ranks)
 
 
@@ -140,8 +142,8 @@ def _of_function(function: Step, kind: str, declared: Options) -> tuple[Oracle, 
         None if x is None else np.zeros(x.shape) if x.grad is None else _numpy(x.grad)
         for x in differentiated
     )
-    own = adapters.numbers_of_function(oracle.problem, [_numpy(x) for x in values], *gradients)
-    return oracle, own, _changed([leaves], [arrays])
+    numbers = adapters.numbers_of_function(oracle.problem, [_numpy(x) for x in values], *gradients)
+    return oracle, numbers, _changed([leaves], [arrays])
 
 
 def _changed(now: list[dict[str, Any]], before: list[dict[str, Array]]) -> list[str]:

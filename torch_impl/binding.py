@@ -140,8 +140,8 @@ def scalars_of(args: Any) -> Scalars:
 
 
 def check_derivatives(function: str, args: Arguments | LogitsArguments) -> None:
-    """Refuse derivatives that would be dropped without a word: tangents, and gradients of what is
-    a constant."""
+    """Raise for derivatives that autograd would silently drop: tangents, and gradients of
+    constants."""
     named: dict[str, Any] = args._asdict()
     not_forward_mode(function, *named.values())
     not_transformed(function, *named.values())

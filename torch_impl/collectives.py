@@ -55,11 +55,11 @@ class Counter(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        own = _maybe_get_opdef(func)
-        if own is not None:
+        definition = _maybe_get_opdef(func)
+        if definition is not None:
             # An operator written in Python is opaque to the dispatcher, and may send.
             with self:
-                return own._init_fn(*args, **kwargs)
+                return definition._init_fn(*args, **kwargs)
         result = func(*args, **kwargs)
         if func.namespace in NAMESPACES:
             kind = kind_of(func.overloadpacket.__name__)

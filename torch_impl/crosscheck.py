@@ -228,9 +228,9 @@ class CrossCheck(Schedule):
         if self.against == "other":
             gradients = {name: host(x) for name, x in gradients.items()}
         with torch.no_grad():
-            own, of_all, scale = upstream
-            head = own if of_all is None else of_all
-            taken.receive(float(own), gradients, scale * float(head))
+            of_loss, of_all, scale = upstream
+            head = of_loss if of_all is None else of_all
+            taken.receive(float(of_loss), gradients, scale * float(head))
 
     def copied(self, problem: Problem) -> Problem:
         """On the host; one copy of a head for all the calls of a step, until it is written to: its

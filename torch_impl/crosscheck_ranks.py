@@ -73,7 +73,7 @@ class RouteRanks(Ranks):
         rank = dist.get_rank(self.group)
         self.first, self.size, self.sizes = sum(sizes[:rank]), size, sizes
         self.vocab_size = min(self.vocab_size or sum(sizes), sum(sizes))
-        self.own = slice(self.first, min(self.first + size, self.vocab_size))
+        self.local = slice(self.first, min(self.first + size, self.vocab_size))
 
     def gathered(self, x: Tensor | None) -> Tensor | None:
         """[V, ...] of this rank's rows."""

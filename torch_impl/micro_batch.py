@@ -1,6 +1,4 @@
-"""What a caller tells of a micro-batch: its loss, and the weight of its tokens; and what a loss of
-`chunked_nll` says of itself.
-"""
+"""Token counts of micro-batches, and the tag that marks a loss of `chunked_nll` as mean or sum."""
 
 from __future__ import annotations
 

@@ -158,8 +158,8 @@ def unflatten(values: Sequence[Any], layouts: Sequence[Layout]) -> list[Any]:
     for layout in layouts:
         fields: list[Any] = []
         for inner, count in layout.segments:
-            own = values[start : start + count]
-            fields += own if inner is None else unflatten(own, (inner,))
+            part_values = values[start : start + count]
+            fields += part_values if inner is None else unflatten(part_values, (inner,))
             start += count
         parts.append(layout.part._make(fields))
     return parts
@@ -169,10 +169,10 @@ class Operator:
     """An operator whose arguments are the fields of `parts`, NamedTuple classes, in their order; of
     a field that is one again, its fields, named after both.
 
-    It is called with its parts; `op`, with the fields, is what `torch.library.custom_op` makes. In
-    eager nothing asks for it, and the call goes past it: its 40 arguments through PyTorch's
-    dispatcher take the host 0.7 ms, a third of a short call (custom operators of PyTorch 2.11 to
-    2.13 look up each of their schema's arguments in a new list of all).
+    It is called with its parts; `op`, with the fields, is what `torch.library.custom_op` makes.
+    Eager calls bypass the dispatcher: 40 arguments through it would cost the host 0.7 ms, a third
+    of a short call (custom operators of PyTorch 2.11 to 2.13 look up each of their schema's
+    arguments in a new list of all).
     """
 
     direct: Any = None  # the same as an autograd function; None without a gradient
@@ -254,9 +254,9 @@ def keep_call(ctx: Any, kept: Tensor, constants: Sequence[Tensor], *parts: Any) 
     kinds: list[Any] = [type(part) for part in parts]
     ctx.layouts = [layout_of(kind) for kind in kinds]
     fields = flatten(parts, ctx.layouts)
-    ctx.places = [k for k, x in enumerate(fields) if isinstance(x, Tensor)]
-    ctx.save_for_backward(kept, *(fields[k] for k in ctx.places))
-    for k in ctx.places:
+    ctx.tensor_index = [k for k, x in enumerate(fields) if isinstance(x, Tensor)]
+    ctx.save_for_backward(kept, *(fields[k] for k in ctx.tensor_index))
+    for k in ctx.tensor_index:
         fields[k] = None
     ctx.fields = fields
 
@@ -264,7 +264,7 @@ def keep_call(ctx: Any, kept: Tensor, constants: Sequence[Tensor], *parts: Any) 
 def kept_call(ctx: Any) -> tuple[Tensor, list[Any]]:
     """Both again."""
     (kept, *tensors), fields = ctx.saved_tensors, list(ctx.fields)
-    for k, x in zip(ctx.places, tensors, strict=True):
+    for k, x in zip(ctx.tensor_index, tensors, strict=True):
         fields[k] = x
     return kept, unflatten(fields, ctx.layouts)
 

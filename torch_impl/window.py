@@ -66,7 +66,7 @@ class Window:
         self.device = self.wrapper.device
         self.loss_sum = torch.zeros((), dtype=torch.float64, device=self.device)
         self.token_sum = torch.zeros((), dtype=torch.float64, device=self.device)
-        self.own: Tensor | None = None  # weight of this rank's declared tokens
+        self.local_weight: Tensor | None = None  # weight of this rank's declared tokens
         self.size: Tensor | None = None  # the same of absolute weights
         self.uncounted = 0.0  # a loss of no token: one rank must not raise before a reduction
         self.kept = torch.zeros_like(self.token_sum)  # of all ranks, without what was dropped
@@ -152,7 +152,7 @@ class Window:
             # Labels may still be on the host.
             total += onto(one.sum(), self.device)
             size += onto(one.abs().sum(), self.device)
-        self.own, self.size = total.clone(), size
+        self.local_weight, self.size = total.clone(), size
         self._reduce(total, len(labels))
 
     def _reduce(self, total: Tensor, micro_batches: int) -> None:
@@ -287,30 +287,30 @@ class Window:
         self.backwards += 1
         if normalized and is_loss_output(loss):
             total = total * self._as_declared(counted.denominator).to(total.dtype)
-        own = total.detach().double()
+        local = total.detach().double()
         if self.filling:  # whatever it is, NaN too
-            own = own.new_zeros(())
-            counted = counted._replace(weight=own)
+            local = local.new_zeros(())
+            counted = counted._replace(weight=local)
         fine: Tensor | None = None
         if self.norm.nonfinite == "drop":
-            fine = self._agree(own, counted.weight)
-            own = torch.where(fine, own, 0.0)
+            fine = self._agree(local, counted.weight)
+            local = torch.where(fine, local, 0.0)
         if self.filling:
             fine = torch.zeros((), dtype=torch.bool, device=self.device)
         if normalized:
-            self.loss_sum += own * self.denominator
+            self.loss_sum += local * self.denominator
         else:
-            self.loss_sum += own
+            self.loss_sum += local
             if self.total is not None:
                 total = total * self.factor.to(total.dtype)
         self.token_sum += onto(counted.weight, self.device)
         with nullcontext() if fine is None else self.wrapper.gradients_if(fine):
             self.wrapper.backward(total)
 
-    def _agree(self, own: Tensor, weight: Tensor) -> Tensor:
+    def _agree(self, local: Tensor, weight: Tensor) -> Tensor:
         """Whether this micro-batch's loss is finite on all ranks. All take part and all drop it:
         its graph may reach over ranks, by attention or experts."""
-        packed = torch.stack([(~own.isfinite()).double(), onto(weight, self.device).double()])
+        packed = torch.stack([(~local.isfinite()).double(), onto(weight, self.device).double()])
         if self.norm.group is not None:
             dist.all_reduce(packed, group=self.norm.group)
         fine = packed[0] == 0
@@ -359,7 +359,7 @@ class Window:
 
         Numbers of tokens are the same exactly; weights are added up in another order, in float32.
         """
-        declared, summed, size = known(self.own), known(self.token_sum), known(self.size)
+        declared, summed, size = known(self.local_weight), known(self.token_sum), known(self.size)
         if declared is None:
             return
         assert self.declared is not None

@@ -95,13 +95,13 @@ class TokenStats(NamedTuple):
 class Coefficients(NamedTuple):
     """Of dz, per token: what a loss makes, and all that step 7 needs of it.
 
-    dz_v = p_v (alpha + beta (z_v - lse)) - gamma w_v for the rest, dz_y = own for the target.
+    dz_v = p_v (alpha + beta (z_v - lse)) - gamma w_v for the rest, dz_y = target for its label.
     """
 
     alpha: Array
     beta: Array | None  # of an entropy
     gamma: Array | None  # of label smoothing
-    own: Array
+    target: Array
     more: Array | None = None  # of further classes [tokens, K], whose columns are not of the rest
 
 
@@ -228,8 +228,8 @@ class Algebra(NamedTuple):
             entropy = log_total - (rest_part + own_part) / total
         if rest.sum_d is not None:
             others = label.total - label.weight
-            own = label.weight * logprob
-            mean_logp = (rest.sum_d + others * (rest.m - lse) + own) / vocab_size
+            of_target = label.weight * logprob
+            mean_logp = (rest.sum_d + others * (rest.m - lse) + of_target) / vocab_size
         predicted = None
         if rest.top is not None:
             target = self.cast(label.target, lse)
@@ -298,7 +298,7 @@ class Algebra(NamedTuple):
             gamma=factor * uniform if uniform else None,
             # slope * p_y - (1 - eps) - eps / V with p_y = 1 - p_rest: exactly -p_rest without
             # options.
-            own=factor * (extra + left - self.rounded(slope * stats.p_rest)),
+            target=factor * (extra + left - self.rounded(slope * stats.p_rest)),
         )
 
 

@@ -95,7 +95,7 @@ class Classes(NamedTuple):
 
     xp: Any
     algebra: Algebra
-    places: Any
+    positions: Any
     argsort: Any
     search: Any
     take: Any
@@ -105,7 +105,7 @@ class Classes(NamedTuple):
         """Which ids are the first of their kind in their row."""
         order = self.argsort(ids)
         ascending = self.take(ids, order)
-        first: Array = self.take(order, self.search(ascending, ids)) == self.places(ids)[None]
+        first: Array = self.take(order, self.search(ascending, ids)) == self.positions(ids)[None]
         return first
 
     def member(self, ascending: Array, ids: Array) -> Array:
@@ -141,7 +141,7 @@ class Classes(NamedTuple):
         counted = xp.where(counts, z, -INF)
         top = algebra.cast(xp.argmax(counted, 0), want.labels)
         z_top = xp.amax(counted, 0)
-        of_top = self.places(z.T)[:, None] == top[None]
+        of_top = self.positions(z.T)[:, None] == top[None]
         there = xp.where(of_top | (counted == -INF), xp.zeros_like(z), 1.0)
         none, ones = xp.zeros_like(z), xp.where(whole, rest.ones, 0.0)
         blocks = BlockStats(
@@ -260,7 +260,7 @@ class Classes(NamedTuple):
         g_logprob, g_lse = (xp.where(valid, x, 0.0) for x in (g.logprob, g.lse))
         # The target's among them are its own.
         to_label = self.sum(xp.where(ids == labels, of_ids, 0.0))
-        own = xp.concatenate(
+        g_classes = xp.concatenate(
             (
                 (g_logprob + to_label)[None],
                 xp.zeros_like(kept.log_p[1 : 1 + number]),
@@ -270,7 +270,7 @@ class Classes(NamedTuple):
         classes = xp.concatenate((labels, want.ids), 1).T
         top_class = self.take(classes.T, kept.top[:, None])[:, 0]
         of_top = classes == top_class[None]
-        own_top = self.sum(xp.where(of_top, own, 0.0).T)
+        own_top = self.sum(xp.where(of_top, g_classes, 0.0).T)
         total = g_logprob + self.sum(of_ids)
         p, rounded = self.algebra.exp(kept.log_p), self.algebra.rounded
         slope, others = g_lse - total, g_lse - (total - own_top)
@@ -284,9 +284,9 @@ class Classes(NamedTuple):
             slope = slope - rounded(g_entropy * kept.entropy)
         else:
             slope_C, others_C = slope[None], others[None]
-        of_rest = own + rounded(p * slope_C)
+        of_rest = g_classes + rounded(p * slope_C)
         exactly = rounded(own_top * kept.rest_of_top)[None] + rounded(p * others_C)
-        place = self.places(own.T)[:, None] == kept.top[None]
+        place = self.positions(g_classes.T)[:, None] == kept.top[None]
         z = xp.where(place, exactly, xp.where(of_top, 0.0, of_rest))
         if g.tail is not None:
             z, slope = self.with_tail(z, slope, xp.where(valid, g.tail, 0.0), p, kept, want)
@@ -298,6 +298,6 @@ class Classes(NamedTuple):
         """With the gradient of the tail: p_v / p_tail - p_v of its classes, -p_v of the others."""
         xp, rounded = self.xp, self.algebra.rounded
         weight = g * self.algebra.exp(-xp.clip(kept.tail, min=LEAST_TAIL))
-        own = xp.where(self.labelled(want), 0.0, rounded(weight * p[0]))
-        own = xp.concatenate((own[None], xp.zeros_like(z[1:])))
-        return z + own - rounded(g[None] * p), slope + (weight - g)
+        of_label = xp.where(self.labelled(want), 0.0, rounded(weight * p[0]))
+        of_label = xp.concatenate((of_label[None], xp.zeros_like(z[1:])))
+        return z + of_label - rounded(g[None] * p), slope + (weight - g)

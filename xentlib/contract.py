@@ -44,9 +44,9 @@ class Bound:
 
     def measured(self, row: str, value: float, entries: int, **of: Any) -> Measurement:
         """A number held against it; `of` are backend, case and quantity."""
-        own: dict[str, Any] = {"metric": self.metric, "bound": self.value}
-        own |= {"at_least": self.at_least, "passed": self.holds(value)}
-        return Measurement(row=row, value=value, entries=entries, **own, **of)
+        fields: dict[str, Any] = {"metric": self.metric, "bound": self.value}
+        fields |= {"at_least": self.at_least, "passed": self.holds(value)}
+        return Measurement(row=row, value=value, entries=entries, **fields, **of)
 
     def __str__(self) -> str:
         return f"{self.metric} {'>=' if self.at_least else '<='} {self.value:g}"

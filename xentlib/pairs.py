@@ -114,14 +114,14 @@ class Pairs(NamedTuple):
         sign = xp.sign(x)
         right = xp.clip(sign, min=0.0)  # 1 or 0: a product with it selects
         left = 1.0 - right
-        own = self.near0(-xp.abs(x))
+        near = self.near0(-xp.abs(x))
         if self.kind == "jsd":
-            less = w * own.exp
+            less = w * near.exp
             p, q = left * w + right * less, left * less + right * w
-            return self.jsd_terms(x, p, q, own.expm1, left, right)
-        more, value = -sign * (w * own.expm1), w * (right * own.psi + left * own.phi)
+            return self.jsd_terms(x, p, q, near.expm1, left, right)
+        more, value = -sign * (w * near.expm1), w * (right * near.psi + left * near.phi)
         if self.kind == "reverse_kl":
-            p = left * w + right * (w * own.exp)
+            p = left * w + right * (w * near.exp)
             a = p * x
             return p, a, PairSums(p, value, more, a)
         # p is multiplied by what is small: it may be rounded at the size of w.

@@ -57,7 +57,7 @@ class SoftSums(NamedTuple):
 
     total: Array  # of a
     loglik: Array  # of a (z - lse)
-    own: Array | None  # of q (z - lse), where that is another
+    q_loglik: Array | None  # of q (z - lse), where that is another
 
 
 class CrossEntropy(NamedTuple):
@@ -108,10 +108,10 @@ class CrossEntropy(NamedTuple):
 
     def of_sums(self, sums: SoftSums) -> tuple[Array, Array, Array]:
         """Per token: the sum of a, the loss, and sum q log p."""
-        loglik = sums.loglik if sums.own is None else sums.own
+        loglik = sums.loglik if sums.q_loglik is None else sums.q_loglik
         finite = (self.xp.where(x < -INFINITE, -INF, x) for x in (sums.loglik, loglik))
-        loss, own = finite
-        return sums.total, -loss, own
+        loss, q_logprob = finite
+        return sums.total, -loss, q_logprob
 
     def regularised(self, nll: Array, of: Largest) -> tuple[Array, Array, Array | None]:
         """Per token: the loss, the part of it that z-loss is, and the factor of p in dz, None where

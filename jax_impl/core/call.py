@@ -77,7 +77,7 @@ class DivergenceOptions(NamedTuple):
     squared: bool
     each: bool
     teacher_entropy: bool
-    teacher: Options | None  # None of class probabilities that a token has few of
+    teacher: Options | None  # None for `SoftLabels`
 
 
 class Arrays(NamedTuple):

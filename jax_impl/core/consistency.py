@@ -147,8 +147,8 @@ def alike(options: Options, arrays: Arrays, valid: jax.Array) -> RankConsistency
 
 def hashed(classes: jax.Array, valid: jax.Array) -> jax.Array:
     """A number [] of classes and of which of them count."""
-    own = jnp.where(valid, classes.astype(jnp.uint32) + 1, 0)
-    mixed = own * np.uint32(0x9E3779B1) ^ mix(classes.size)
+    hashed = jnp.where(valid, classes.astype(jnp.uint32) + 1, 0)
+    mixed = hashed * np.uint32(0x9E3779B1) ^ mix(classes.size)
     mixed = (mixed ^ (mixed >> 15)) * np.uint32(0x2C1B3C6D)
     # 24 bits, which float32 holds exactly.
     return ((mixed ^ (mixed >> 12)) & 0xFFFFFF).sum(dtype=jnp.uint32) & 0xFFFFFF

@@ -36,7 +36,7 @@ from xentlib.jax.core.tokens import ELSEWHERE, FurtherClasses
 
 
 class LogitTransform(NamedTuple):
-    """What step 2 makes of a product, and what weighs classes: the same for a whole call."""
+    """Bias, scale, softcap and class weights of the call."""
 
     bias_V: jax.Array | None = None
     scale: jax.Array | None = None
@@ -101,7 +101,7 @@ class XLA(NamedTuple):
             # cost a GPU 26 bytes a logit, not 22, and another half of a chunk.
             left, rows = None, rows._replace(z_TV=lax.optimization_barrier(rows.z_TV))
         logits = self.prepare(rows) if left is None else left
-        dz_TV, dz_y_T = self.dlogits(logits, lse_T, of), of.own
+        dz_TV, dz_y_T = self.dlogits(logits, lse_T, of), of.target
         if rows.more is not None and of.more is not None:
             dz_TV = dz_TV.at[at_columns(rows.more.columns)].add(of.more, mode="drop")
         if logits.derivative_TV is not None:

@@ -45,7 +45,7 @@ class ChunkedLogits(NamedTuple):
     shape: LogitTransform
     low: LowRank | None  # beside the operand
     # Of this device's tokens, where these are of several devices'; see `gather_tokens`.
-    own: Any = None
+    local: Any = None
     in_order: bool = False  # `order` is that of the tokens: rows that do not count stay among them
 
     @property
@@ -181,8 +181,8 @@ def own_weights(
     if shard is None:
         return jnp.pad(weights, (0, columns - weights.size))
     padded = jnp.pad(weights, (0, columns))
-    own: jax.Array = lax.dynamic_slice(padded, (shard.start,), (columns,))
-    return jnp.where(jnp.arange(columns, dtype=jnp.int32) < shard.size, own, 0.0)
+    part: jax.Array = lax.dynamic_slice(padded, (shard.start,), (columns,))
+    return jnp.where(jnp.arange(columns, dtype=jnp.int32) < shard.size, part, 0.0)
 
 
 def is_size(size: Any, number: int) -> bool:
@@ -198,10 +198,10 @@ def logits_of(logits: ChunkedLogits, index: jax.Array) -> Chunk:
     """Step 2 for one chunk. Rows after the last valid token are 0."""
     compute = logits.options.compute_dtype
     start = index * logits.chunk_rows
-    own = logits if logits.own is None else logits.own
-    rows_T, in_chunk_T, x_TH = own_rows(own, index)
-    own_T = jnp.where(in_chunk_T, rows_T, own.tokens.labels.shape[0])
-    if logits.own is not None:
+    local = logits if logits.local is None else logits.local
+    rows_T, in_chunk_T, x_TH = own_rows(local, index)
+    own_T = jnp.where(in_chunk_T, rows_T, local.tokens.labels.shape[0])
+    if logits.local is not None:
         x_TH = lax.all_gather(x_TH, logits.options.gathered, tiled=True)
         rows_T = lax.dynamic_slice(logits.order, (start,), (logits.chunk_rows,))
         in_chunk_T = logits.tokens.valid[rows_T]

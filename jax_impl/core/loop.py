@@ -70,7 +70,7 @@ def gather_tokens(logits: ChunkedLogits, numbers: T) -> tuple[ChunkedLogits, T]:
         num_valid=lax.pmax(logits.num_valid, axes) * ranks,
         order=jnp.arange(targets_M.size, dtype=jnp.int32),
         chunk_rows=logits.chunk_rows * ranks,
-        own=logits,
+        local=logits,
     ), numbers
 
 
@@ -108,7 +108,7 @@ def over_chunks(
         once: T = differentiated_once(lax.cond(logits.num_valid > 0, whole, lambda: carry))
         return once
     trips: Any = (logits.num_valid + logits.chunk_rows - 1) // logits.chunk_rows
-    if (exchange and logits.own is None) or logits.in_order:
+    if (exchange and logits.local is None) or logits.in_order:
         trips = logits.order.size // logits.chunk_rows
     result: T = differentiated_once(
         lax.fori_loop(0, trips, lambda index, carry: body(logits_of(logits, index), carry), carry)

@@ -27,7 +27,7 @@ class PairTerms(NamedTuple):
     p_TV: jax.Array
     a_TV: jax.Array
     student: Logits  # whole, the target's column too
-    p_labels: jax.Array | None  # of the logits that a loss of the labels is of, where it is another
+    p_labels: jax.Array | None  # of the student at temperature 1, where the divergence has another
 
 
 class ChunkValues(NamedTuple):
@@ -57,7 +57,7 @@ class PairedLogits(NamedTuple):
 
     @property
     def tempered_nll(self) -> bool:
-        """Whether a loss of the labels is of other logits than the divergence: it has no
+        """Whether the NLL term has other logits than the divergence, which are divided by a
         temperature."""
         scalars, temperature = self.student.options.scalars, self.student.arrays.temperature
         return bool(scalars.nll_weight) and temperature is not None
@@ -81,10 +81,10 @@ class PairedLogits(NamedTuple):
         of_labels, p_labels = self.untempered(chunk)
         chunks, heads = (chunk, self.teacher_chunk(chunk)), (self.student, self.teacher)
         stats, logits = [], []
-        for head, own, want in zip(heads, chunks, wanted, strict=True):
-            z_y, blocks, left = head.kernels.stats(own.block, want)
-            stats.append(stats_of(head, own.rows_T, z_y, blocks))
-            logits.append(restored(own, left))
+        for head, of_head, want in zip(heads, chunks, wanted, strict=True):
+            z_y, blocks, left = head.kernels.stats(of_head.block, want)
+            stats.append(stats_of(head, of_head.rows_T, z_y, blocks))
+            logits.append(restored(of_head, left))
         lse, kind = [x.lse for x in stats], self.kind
         delta = jnp.zeros_like(lse[0])
         if kind.twice:
@@ -104,8 +104,8 @@ class PairedLogits(NamedTuple):
         """Steps 3 and 4 once more, from lse of both, delta and the labels' lse [T]."""
         _, p_labels = self.untempered(chunk, known[3])
         logits = [
-            restored(own, head.kernels.prepare(own.block))
-            for head, own in ((self.student, chunk), (self.teacher, self.teacher_chunk(chunk)))
+            restored(of_head, head.kernels.prepare(of_head.block))
+            for head, of_head in ((self.student, chunk), (self.teacher, self.teacher_chunk(chunk)))
         ]
         p_TV, a_TV, _ = self.kind.terms(*self.ratio(logits, known[: 2 + self.kind.twice]))
         return PairTerms(p_TV, a_TV, logits[0], p_labels)
@@ -126,16 +126,16 @@ class PairedLogits(NamedTuple):
         rows = iter(sum_blocks(self.student.options.axis, sums))
         return [None if x is None else next(rows) for x in terms]
 
-    def dz(self, chunk: Chunk, terms: PairTerms, dz: DzTerms, own: Any = None) -> jax.Array:
-        """Step 6, `dz` with the factor of each token; `own` [T] is added in the target's column,
-        and `-own` times the labels' p in all, where these are of other logits."""
+    def dz(self, chunk: Chunk, terms: PairTerms, dz: DzTerms, target: Any = None) -> jax.Array:
+        """Step 6, `dz` with the factor of each token; `target` [T] is added in the target's column,
+        and `-target` times the labels' p in all, where these are of other logits."""
         gain, shift = map(per_token, dz)
         dz_TV: jax.Array = gain * terms.a_TV + shift * terms.p_TV
-        if own is None:
+        if target is None:
             return dz_TV
         if terms.p_labels is not None:
-            dz_TV = dz_TV - per_token(own) * terms.p_labels
-        return dz_TV + jnp.where(is_target(chunk.block, dz_TV), per_token(own), 0.0)
+            dz_TV = dz_TV - per_token(target) * terms.p_labels
+        return dz_TV + jnp.where(is_target(chunk.block, dz_TV), per_token(target), 0.0)
 
 
 def restored(chunk: Chunk, logits: Logits) -> Logits:

@@ -60,8 +60,8 @@ class SoftLogits(NamedTuple):
         z_y, blocks, left = head.kernels.stats(block, wanted[0])
         stats = self.kind.stats(*over_shards(head, chunk.rows_T, z_y, blocks))
         terms, sums = self.terms(chunk, restored(chunk, left), stats)
-        total, loglik, *own = self.summed([self.classes(x) for x in sums if x is not None])
-        of_sums = SoftSums(total, loglik, own[0] if own else None)
+        total, loglik, *q_loglik = self.summed([self.classes(x) for x in sums if x is not None])
+        of_sums = SoftSums(total, loglik, q_loglik[0] if q_loglik else None)
         total, nll, logprobs = self.kind.of_sums(of_sums)
         loss, z_term, slope = self.kind.regularised(nll, stats)
         dz = DzTerms(-jnp.ones_like(nll), jnp.zeros_like(nll) if slope is None else slope)
@@ -81,9 +81,9 @@ class SoftLogits(NamedTuple):
         q_TV = jnp.where(q_TV < 0, jnp.nan, q_TV)
         of, c_TV = beside_classes(stats), None if weights is None else per_class(weights)
         log_p_TV, a_TV = self.kind.log_p(logits.z_TV, of), self.kind.target(q_TV, c_TV)
-        own = None if a_TV is q_TV else q_TV * log_p_TV
+        q_loglik = None if a_TV is q_TV else q_TV * log_p_TV
         terms = PairTerms(self.kind.exp(log_p_TV), self.classes(a_TV), logits, None)
-        return terms, SoftSums(a_TV, a_TV * log_p_TV, own)
+        return terms, SoftSums(a_TV, a_TV * log_p_TV, q_loglik)
 
     def with_slope(self, terms: PairTerms, total_T: jax.Array, stats: Largest) -> PairTerms:
         """a - p total in place of a."""
@@ -95,8 +95,8 @@ class SoftLogits(NamedTuple):
     def labels(self, chunk: Chunk, like_TV: jax.Array) -> jax.Array:
         """[T, V] q, filled up as the logits are."""
         if self.teacher is not None:
-            own = logits_of(self.teacher, chunk.start // self.student.chunk_rows)
-            q_TV = own.block.z_TV
+            labels = logits_of(self.teacher, chunk.start // self.student.chunk_rows)
+            q_TV = labels.block.z_TV
             return of_width(q_TV, width(like_TV), 0.0)
         more = chunk.block.more
         assert more is not None
@@ -116,7 +116,7 @@ class SoftLogits(NamedTuple):
         sums = jnp.stack([x.T for x in sums_by_blocks(terms)])
         return list(sum_blocks(self.student.options.axis, sums))
 
-    def dz(self, chunk: Chunk, terms: PairTerms, dz: DzTerms, own: Any = None) -> jax.Array:
+    def dz(self, chunk: Chunk, terms: PairTerms, dz: DzTerms, target: Any = None) -> jax.Array:
         """Step 6, `dz` with the factor of each token."""
         gain, shift = map(per_token, dz)
         dz_TV: jax.Array = gain * terms.a_TV + shift * terms.p_TV

@@ -114,10 +114,10 @@ def offered(logits: ChunkedLogits, candidates: jax.Array) -> jax.Array:
     assert shard is not None
     classes = jnp.where(columns < 0, -1.0, columns + shard.start.astype(columns.dtype))
     fill = (0, logits.options.top_k - len(z)), (0, 0)
-    own = jnp.stack((jnp.pad(classes, fill, constant_values=-1.0), jnp.pad(z, fill)))
-    own = jnp.where(own[:1] < 0, jnp.array([-1.0, 0.0], own.dtype)[:, None, None], own)
+    packed = jnp.stack((jnp.pad(classes, fill, constant_values=-1.0), jnp.pad(z, fill)))
+    packed = jnp.where(packed[:1] < 0, jnp.array([-1.0, 0.0], packed.dtype)[:, None, None], packed)
     rank = jnp.arange(lax.axis_size(axis.name), dtype=jnp.int32)[None, :, None, None]
-    of_ranks = jnp.where(rank == lax.axis_index(axis.name), own[:, None], 0.0)
+    of_ranks = jnp.where(rank == lax.axis_index(axis.name), packed[:, None], 0.0)
     return lax.collapse(of_ranks, 0, 3)
 
 
@@ -130,8 +130,8 @@ def over_shards(
     label = target_info(logits, rows)
     assert logits.shard is not None
     assert logits.tokens.owned is not None
-    owned, shard, own = logits.tokens.owned[rows], logits.shard, logits.shape.class_weights_V
-    total = shard.size.astype(z_y.dtype) if own is None else own.sum()
+    owned, shard, weights_V = logits.tokens.owned[rows], logits.shard, logits.shape.class_weights_V
+    total = shard.size.astype(z_y.dtype) if weights_V is None else weights_V.sum()
     others = total - label.weight * owned.astype(z_y.dtype)
     return combine(logits.options.axis, z_y, owned, shard.start, blocks, others, logits.consistency)
 
@@ -141,7 +141,7 @@ def axes_of_stats(logits: ChunkedLogits, axes: frozenset[Any]) -> frozenset[Any]
     summed over the vocabulary's axis, each device keeping those of its own tokens."""
     assert logits.options.axis is not None
     varied = axes - varying(lax.axis_index(logits.options.axis.name))
-    if logits.own is not None:
+    if logits.local is not None:
         varied |= varying(lax.axis_index(logits.options.gathered))
     return varied
 
@@ -151,8 +151,11 @@ def put_rows(
 ) -> jax.Array:
     """Values of a chunk's tokens among those [R, M] of this device's."""
     start = chunk.start
-    if logits.own is not None:
-        start, count = start // (logits.chunk_rows // logits.own.chunk_rows), logits.own.chunk_rows
+    if logits.local is not None:
+        start, count = (
+            start // (logits.chunk_rows // logits.local.chunk_rows),
+            logits.local.chunk_rows,
+        )
         first_row = lax.axis_index(logits.options.gathered) * count
         rows_RT = lax.dynamic_slice_in_dim(rows_RT, first_row, count, axis=1)
     return lax.dynamic_update_slice_in_dim(packed_RM, rows_RT, start, axis=1)

@@ -165,8 +165,8 @@ def combine(
     m = jnp.where(m == -jnp.inf, 0.0, m)
     if blocks.top is not None:
         blocks = blocks._replace(top=blocks.top + start.astype(m.dtype))
-    own, first = ALGEBRA.block_sums(m, blocks)
-    terms: list[Any] = [jnp.where(owned, z_y, 0.0), own, None, None]
+    sums, first = ALGEBRA.block_sums(m, blocks)
+    terms: list[Any] = [jnp.where(owned, z_y, 0.0), sums, None, None]
     if blocks.sum_d is not None:
         terms[2] = ALGEBRA.moved(blocks.sum_d, weights, m_local, m)
     if first is not None:

@@ -149,7 +149,7 @@ def logit_loss(
     """
     labels = labels.astype(jnp.float32)
     student, teacher = student_output, jax.lax.stop_gradient(teacher_output)
-    task, own = (
+    task, of_teacher = (
         -vocab_parallel_logprobs(x, labels, where=where).logprobs for x in (student, teacher)
     )
     if distill_top_k > 0:
@@ -168,7 +168,7 @@ def logit_loss(
         "distill/soft_loss": soft,
         "distill/hard_loss": hard,
         "distill/kl_div": mean(each),
-        "distill/teacher_loss": mean(own),
+        "distill/teacher_loss": mean(of_teacher),
     }
     return alpha * soft + (1.0 - alpha) * hard, metrics
 

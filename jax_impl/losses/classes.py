@@ -55,7 +55,7 @@ def row_sums(x: jax.Array) -> jax.Array:
 CLASSES = Classes(
     xp=jnp,
     algebra=ALGEBRA,
-    places=lambda x: jnp.arange(x.shape[1], dtype=jnp.int32),
+    positions=lambda x: jnp.arange(x.shape[1], dtype=jnp.int32),
     argsort=lambda x: jnp.argsort(x, axis=1, stable=True).astype(jnp.int32),
     search=jax.vmap(jnp.searchsorted),
     take=partial(jnp.take_along_axis, axis=1),
@@ -93,7 +93,7 @@ def classes_forward(
     has no `top_k`, the arrays have the candidates among their ids."""
     logits = chunked_logits(options, arrays)
     options, stats_wanted = logits.options, WantedStats(options.entropy)
-    own, (logits, _) = logits, gather_tokens(logits, ())
+    local, (logits, _) = logits, gather_tokens(logits, ())
     assert arrays.ids is not None
 
     def body(chunk: Chunk, packed_RM: jax.Array) -> jax.Array:
@@ -105,26 +105,26 @@ def classes_forward(
     if options.axis is None or options.gathered:
         shards = 1 if options.axis is None else lax.axis_size(options.axis.name)
         count = known + 2 * shards * top_k + 5
-        packed_RM = jnp.zeros((count, own.order.size), options.compute_dtype)
+        packed_RM = jnp.zeros((count, local.order.size), options.compute_dtype)
         if options.gathered:
             packed_RM = vary(packed_RM, axes_of_stats(logits, varying(logits)))
         packed_RM = over_chunks(logits, body, packed_RM, exchange=bool(options.gathered))
     else:
         packed_RM = class_stats(logits, logits.order, *all_columns(logits, stats_wanted))
-    rows, (count,) = filled(unpack(own, packed_RM)), own.tokens.valid.shape
+    rows, (count,) = filled(unpack(local, packed_RM)), local.tokens.valid.shape
     z, candidates, (m, ones, s, sum_ed) = rows[: 1 + known], rows[1 + known : -4], rows[-4:]
     candidates = candidates.reshape(2, candidates.shape[0] // 2, candidates.shape[1])
     rest = NonTargetStats(m, ones, s, sum_ed if options.entropy else None, None, None)
-    values, kept, top = CLASSES.values_and_top(z, rest, want_of(own, arrays), candidates, top_k)
+    values, kept, top = CLASSES.values_and_top(z, rest, want_of(local, arrays), candidates, top_k)
 
     def clean(x: jax.Array) -> jax.Array:
-        bad = own.tokens.bad[:, None] if x.ndim > 1 else own.tokens.bad
+        bad = local.tokens.bad[:, None] if x.ndim > 1 else local.tokens.bad
         return jnp.where(bad, jnp.nan, x[:count]).astype(options.output_dtype)
 
     logprob, entropy, lse, correct, ids_logprobs, tail = values
     entropy = clean(entropy) if options.entropy else None
     of_ids = clean(ids_logprobs) if ids_logprobs.shape[1] else None
-    correct = correct[:count] & ~own.tokens.bad
+    correct = correct[:count] & ~local.tokens.bad
     top_ids, of_top = (top.ids[:count], clean(top.logprobs)) if top_k else (None, None)
     per_token = (clean(logprob), entropy, clean(lse), correct, of_ids, top_ids, of_top)
     arrays = arrays._replace(ids=jnp.concatenate((arrays.ids, top.ids[:count]), axis=1))
@@ -177,7 +177,7 @@ def classes_backward(
     exponent = power_of_two(options, jnp.abs(g_RN).sum(axis=0)) if of_head else None
     if exponent is not None:
         g_RN = jnp.ldexp(g_RN, exponent)
-    own, rows_RN = logits, jnp.concatenate((scaled(logits, g_RN), lse_1N))
+    local, rows_RN = logits, jnp.concatenate((scaled(logits, g_RN), lse_1N))
     if of_head:
         logits, rows = gather_tokens(logits, list(rows_RN))
         rows_RN = jnp.stack(rows)
@@ -192,7 +192,7 @@ def classes_backward(
     rows_RM = in_chunks(logits, rows_RN)
     if not of_head:
         return logits_gradient(logits, rows_RM, dz_of)
-    return head_gradients(own, logits, needs, rows_RM, step, exponent)
+    return head_gradients(local, logits, needs, rows_RM, step, exponent)
 
 
 def _classes(options: Options, arrays: Arrays) -> ClassOutput:

@@ -66,10 +66,10 @@ class Residuals(NamedTuple):
     lse: jax.Array
     teacher_lse: jax.Array
     delta: jax.Array
-    labels_lse: jax.Array  # of the logits that a loss of the labels is of
+    labels_lse: jax.Array  # of the student's logits at temperature 1, for the NLL term
     gain: jax.Array  # of dz, with the token's weight
     shift: jax.Array
-    own: jax.Array  # of the labels' loss, what is added in the target's column
+    target: jax.Array  # of the labels' loss, what is added in the target's column
 
 
 def pair_of(options: Options, arrays: Arrays) -> tuple[ChunkedLogits, ChunkedLogits | None]:
@@ -112,18 +112,18 @@ def divergence_forward(
     """Loss and per-token values, what a backward may need, gradient accumulators, and the mask of
     valid tokens [N]. The arrays are flat, their heads whole."""
     how, compute = options.divergence, options.compute_dtype
-    own, teacher = pair_of(options, arrays)
-    options, scalars = own.options, own.options.scalars
-    count, valid_N = of_all_tokens(options, own.num_valid), own.tokens.valid
+    local, teacher = pair_of(options, arrays)
+    options, scalars = local.options, local.options.scalars
+    count, valid_N = of_all_tokens(options, local.num_valid), local.tokens.valid
     weights_N, weight_sum, divisor = token_weights(options, arrays, valid_N, count)
     own_factor_N, squared_N = weights_N * (1.0 / divisor), jnp.ones_like(weights_N)
     if how.squared and arrays.temperature is not None:
         squared_N = squared_N * jnp.square(arrays.temperature.astype(compute))
-    factor_N = jnp.where(own.tokens.bad, jnp.nan, own_factor_N)
+    factor_N = jnp.where(local.tokens.bad, jnp.nan, own_factor_N)
     exponent = power_of_two(options, factor_N * squared_N) if any(needs) else None
     scaled_N = factor_N if exponent is None else jnp.ldexp(factor_N, exponent)
-    numbers = (scaled(own, scaled_N), factor_N, squared_N)
-    both, numbers = gathered_pair(own, teacher, numbers)
+    numbers = (scaled(local, scaled_N), factor_N, squared_N)
+    both, numbers = gathered_pair(local, teacher, numbers)
     logits, nll_weight = both.student, scalars.nll_weight
     numbers = in_chunks(logits, numbers)
     want = WantedStats(options.entropy), WantedStats(how.teacher_entropy)
@@ -150,7 +150,7 @@ def divergence_forward(
             sums = add_dz(both, chunk, needs, sums, of_chunk.terms, dz, own_T, factor_T)
         return put_rows(logits, chunk, values_RM, jnp.stack(values)), sums
 
-    per_token, sums = jnp.zeros((rows, own.order.size), compute), Gradients.zeros(logits, needs)
+    per_token, sums = jnp.zeros((rows, local.order.size), compute), Gradients.zeros(logits, needs)
     if options.axis is not None:
         axes = varying(both, numbers)
         per_token, sums = vary(per_token, axes_of_stats(logits, axes)), vary(sums, axes)
@@ -159,7 +159,7 @@ def divergence_forward(
     per_token, sums = over_chunks(logits, body, (per_token, sums), used, exchange=exchange)
     gradients = sums.finished(logits, exponent)
 
-    values_RN = unpack(own, per_token)
+    values_RN = unpack(local, per_token)
     loss_N, nll_N, *of_token = values_RN[: len(VALUES)]
     loss, nll = reduced(options, weights_N, divisor, loss_N, nll_N)
     if how.each:
@@ -207,18 +207,21 @@ def each_backward(
     options: Options, needs: Needs, residuals: Residuals, gradient: jax.Array, arrays: Arrays
 ) -> dict[str, jax.Array | None]:
     """Gradients by name of a loss of each token, from logits that are made again."""
-    own, teacher = pair_of(options, arrays)
-    g_N = jnp.where(own.tokens.valid, gradient.astype(options.compute_dtype), 0)
+    local, teacher = pair_of(options, arrays)
+    g_N = jnp.where(local.tokens.valid, gradient.astype(options.compute_dtype), 0)
     exponent = None if arrays.weight is None else power_of_two(options, g_N)
     if exponent is not None:
         g_N = jnp.ldexp(g_N, exponent)
-    both, numbers = gathered_pair(own, teacher, (scaled(own, g_N), residuals))
-    logits, nll_weight = both.student, own.options.scalars.nll_weight
+    both, numbers = gathered_pair(local, teacher, (scaled(local, g_N), residuals))
+    logits, nll_weight = both.student, local.options.scalars.nll_weight
 
     def step(chunk: Chunk, numbers_T: Any, sums: Gradients) -> Gradients:
         factor_T, of_tokens = numbers_T
         terms = both.recompute(chunk, list(of_tokens[:4]))
-        dz, own_T = DzTerms(of_tokens.gain, of_tokens.shift), of_tokens.own if nll_weight else None
+        dz, own_T = (
+            DzTerms(of_tokens.gain, of_tokens.shift),
+            of_tokens.target if nll_weight else None,
+        )
         return add_dz(both, chunk, needs, sums, terms, dz, own_T, factor_T)
 
     def dz_of(chunk: Chunk, numbers_T: Any) -> jax.Array:
@@ -230,7 +233,7 @@ def each_backward(
     numbers = in_chunks(logits, numbers)
     if arrays.weight is None:
         return logits_gradient(logits, numbers, dz_of, both)
-    return head_gradients(own, logits, needs, numbers, step, exponent, both)
+    return head_gradients(local, logits, needs, numbers, step, exponent, both)
 
 
 def chained(both: Any, chunk: Chunk, terms: PairTerms, dz_TV: jax.Array) -> jax.Array:
@@ -349,8 +352,10 @@ def logits_divergence(args: LogitsDivergenceArguments) -> DivergenceOutput[jax.A
     options, arrays = bind_logits(of_logits, scalars_of(args))
     with of_teacher():
         columns = args.logits.shape[-1]
-        own, teacher = logits_teacher(args.teacher, of_logits, "logits", options, columns)
-    how = DivergenceOptions(args.kind, False, True, False, own)
+        teacher_options, teacher = logits_teacher(
+            args.teacher, of_logits, "logits", options, columns
+        )
+    how = DivergenceOptions(args.kind, False, True, False, teacher_options)
     options = options._replace(divergence=how)
     result = placed_divergence(options, arrays._replace(teacher=teacher), True)
     constant = jax.tree.map(lax.stop_gradient, (result.num_tokens, result.weight_sum, result.nll))

@@ -64,10 +64,10 @@ def nll_forward(
     exponent = power_of_two(options, factor_N)
     if exponent is not None:
         factor_N = jnp.ldexp(factor_N, exponent)
-    own, (logits, factor_N) = logits, gather_tokens(logits, scaled(logits, factor_N))
+    local, (logits, factor_N) = logits, gather_tokens(logits, scaled(logits, factor_N))
 
     stats_wanted = WantedStats(options.entropy, scalars.label_smoothing > 0, options.predicted)
-    per_token = jnp.zeros((7, own.order.size), compute)
+    per_token = jnp.zeros((7, local.order.size), compute)
     gradients = Gradients.zeros(logits, needs)
 
     def differentiated(
@@ -90,7 +90,7 @@ def nll_forward(
 
     # Statistics over shards come before gradients: in each chunk, or in all of them. The logits are
     # then computed again, unless one chunk holds them all.
-    sharded, gathered = options.axis is not None, logits.own is not None
+    sharded, gathered = options.axis is not None, logits.local is not None
     traits = {"sharded": sharded, "gathered": gathered, "once": any(needs) or gathered}
     when = schedule(logits.plan, options.platform, **traits)
     if when != "two passes":
@@ -114,8 +114,8 @@ def nll_forward(
     gradients = gradients.finished(logits, exponent)
 
     # 9. Reduce
-    loss_N, z_loss_N, logprob_N, entropy_N, lse_N, correct_N, predicted_N = unpack(own, per_token)
-    predicted_N = jnp.where(valid_N & ~own.tokens.bad, predicted_N, -1.0)
+    loss_N, z_loss_N, logprob_N, entropy_N, lse_N, correct_N, predicted_N = unpack(local, per_token)
+    predicted_N = jnp.where(valid_N & ~local.tokens.bad, predicted_N, -1.0)
     loss, z_loss = reduced(options, weights_N, divisor, loss_N, z_loss_N)
     output = NLLOutput(
         loss.astype(options.output_dtype),

@@ -66,7 +66,7 @@ def logprobs_forward(options: Options, arrays: Arrays) -> tuple[LogprobOutput[An
     logits = chunked_logits(options, arrays)
     options, eps = logits.options, logits.options.scalars.label_smoothing
     stats_wanted = WantedStats(options.entropy, eps > 0)
-    own, (logits, _) = logits, gather_tokens(logits, ())
+    local, (logits, _) = logits, gather_tokens(logits, ())
 
     def body(chunk: Chunk, packed_6M: jax.Array) -> jax.Array:
         # 3. to 5. Softmax without the target column, then the target
@@ -75,13 +75,13 @@ def logprobs_forward(options: Options, arrays: Arrays) -> tuple[LogprobOutput[An
         return put_rows(logits, chunk, packed_6M, values)
 
     if options.axis is None or options.gathered:
-        packed_6M = jnp.zeros((6, own.order.size), options.compute_dtype)
+        packed_6M = jnp.zeros((6, local.order.size), options.compute_dtype)
         if options.gathered:
             packed_6M = vary(packed_6M, axes_of_stats(logits, varying(logits)))
         packed_6M = over_chunks(logits, body, packed_6M, exchange=bool(options.gathered))
     else:
         packed_6M = kept_values(all_stats(logits, stats_wanted), eps)
-    lse_N, p_rest_N, logprob_N, entropy_N, correct_N, smoothed_N = unpack(own, packed_6M)
+    lse_N, p_rest_N, logprob_N, entropy_N, correct_N, smoothed_N = unpack(local, packed_6M)
     output = LogprobOutput(
         smoothed_N.astype(options.output_dtype),
         entropy_N.astype(options.output_dtype) if options.entropy else None,
@@ -117,7 +117,7 @@ def logprobs_backward(
     if exponent is not None:
         cleaned = jax.tree.map(lambda g: jnp.ldexp(g, exponent), cleaned)
     terms_N = scaled_terms(logits, kept, cleaned)
-    own, (logits, terms_N) = logits, gather_tokens(logits, terms_N)
+    local, (logits, terms_N) = logits, gather_tokens(logits, terms_N)
 
     # 6. to 8. dz and the gradients
     def step(chunk: Chunk, terms_T: Terms, sums: Gradients) -> Gradients:
@@ -130,7 +130,7 @@ def logprobs_backward(
     terms_M = in_chunks(logits, terms_N)
     if not of_head:
         return logits_gradient(logits, terms_M, dz_of)
-    return head_gradients(own, logits, needs, terms_M, step, exponent)
+    return head_gradients(local, logits, needs, terms_M, step, exponent)
 
 
 def scaled_terms(logits: ChunkedLogits, kept: Residuals, upstream: Upstream) -> Terms:
@@ -169,21 +169,21 @@ def terms_of(kept: Residuals, upstream: Upstream, eps: float, vocab_size: int) -
     uniform = None
     if eps:
         uniform = logprob * (eps / vocab_size), logprob * (eps / vocab_size - eps)
-    own = logprob * kept.p_rest
-    return Terms(kept.lse, logprob, own, lse, lse * p_y, entropy, uniform)
+    target = logprob * kept.p_rest
+    return Terms(kept.lse, logprob, target, lse, lse * p_y, entropy, uniform)
 
 
 def coefficients(terms_T: Terms) -> Coefficients:
     """Step 6, per token: the sums of the terms."""
     alpha, beta, gamma = terms_T.lse - terms_T.logprob, None, None
-    own = terms_T.own_logprob + terms_T.own_lse
+    target = terms_T.own_logprob + terms_T.own_lse
     if terms_T.entropy is not None:
         slope, rest, of_target = terms_T.entropy
-        alpha, beta, own = alpha - rest, -slope, own - of_target
+        alpha, beta, target = alpha - rest, -slope, target - of_target
     if terms_T.uniform is not None:
         every, of_target = terms_T.uniform
-        gamma, own = -every, own + of_target
-    return Coefficients(alpha, beta, gamma, own)
+        gamma, target = -every, target + of_target
+    return Coefficients(alpha, beta, gamma, target)
 
 
 def _logprobs(options: Options, arrays: Arrays) -> LogprobOutput[Any]:

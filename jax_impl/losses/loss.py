@@ -126,11 +126,11 @@ def scale_gradients(
 ) -> dict[str, jax.Array | None]:
     """Step 10. Of the primals only the types are used."""
     # Without a valid token the upstream gradient may be anything, inf included: the result is +0.
-    own = of_head = jnp.where(valid_N.any(), gradient, 0.0)
+    of_tokens = of_head = jnp.where(valid_N.any(), gradient, 0.0)
     if options.gathered:
         # The head's sums are over all devices' tokens, and were made before any upstream gradient.
         of_head = agreed_upstream(gradient, valid_N.any(), options.gathered)
-    factors = Gradients(own, of_head, of_head, of_head, of_head)
+    factors = Gradients(of_tokens, of_head, of_head, of_head, of_head)
     multiplied: Gradients = jax.tree.map(
         lambda x, factor: x * factor.astype(x.dtype), accumulators, factors
     )

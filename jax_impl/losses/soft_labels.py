@@ -93,7 +93,7 @@ def with_labels(
     SOFT.require("stay", not options.gathered, route="hidden")
     check_soft(array_spec(probs), source, name, columns, ignore_index)
     check_negative(probs, args.where)
-    own, teacher = bind_logits(
+    of_labels, teacher = bind_logits(
         LogitsArguments(
             lax.stop_gradient(array(probs)),
             args.labels,
@@ -103,9 +103,11 @@ def with_labels(
             shard=getattr(args, "shard", None),
         )
     )
-    axis = options.axis if options.place else own.axis
-    own = own._replace(compute_dtype=options.compute_dtype, axis=axis, place=options.place)
-    how = DivergenceOptions(SOFT_LABELS, False, False, False, own)
+    axis = options.axis if options.place else of_labels.axis
+    of_labels = of_labels._replace(
+        compute_dtype=options.compute_dtype, axis=axis, place=options.place
+    )
+    how = DivergenceOptions(SOFT_LABELS, False, False, False, of_labels)
     return options._replace(divergence=how), arrays._replace(teacher=teacher)
 
 

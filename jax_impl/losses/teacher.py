@@ -58,19 +58,19 @@ def bind_teacher(
         shared["compute_dtype"] = "float64"
     shared["reduction"] = "sum"  # it has no loss
     fields = teacher._asdict() | {"temperature": temperature_of(teacher, args.temperature)}
-    own: Any
-    of_head, own = bind(Arguments(**fields, **shared))
+    head_arrays: Any
+    of_head, head_arrays = bind(Arguments(**fields, **shared))
     compute = options.compute_dtype
     DIVERGING.require("wider", of_head.compute_dtype == compute, dtype=compute)
     if args.vocab == "same":
-        sizes = classes_of(options, arrays), classes_of(of_head, own)
+        sizes = classes_of(options, arrays), classes_of(of_head, head_arrays)
         check_vocabulary(*sizes, sharded=options.axis is not None and options.place is None)
     same = of_head.axis == options.axis and of_head.gathered == options.gathered
-    places = [
+    on_meshes = [
         None if x.place is None else (x.place.mesh, x.place.tokens) for x in (options, of_head)
     ]
-    DIVERGING.require("placed", same and places[0] == places[1])
-    return of_head, own
+    DIVERGING.require("placed", same and on_meshes[0] == on_meshes[1])
+    return of_head, head_arrays
 
 
 def of_both(
@@ -138,7 +138,7 @@ def logits_teacher(
         max_chunk_bytes=args.max_chunk_bytes,
         shard=getattr(args, "shard", None),
     )
-    own, arrays = bind_logits(of_logits)
-    axis = options.axis if options.place else own.axis
+    bound, arrays = bind_logits(of_logits)
+    axis = options.axis if options.place else bound.axis
     compute = options.compute_dtype
-    return own._replace(compute_dtype=compute, axis=axis, place=options.place), arrays
+    return bound._replace(compute_dtype=compute, axis=axis, place=options.place), arrays

@@ -44,7 +44,9 @@ from xentlib.teacher import TeacherTopK
 from xentlib.top_k import TopK
 
 
-def of_few(options: Options, own: jax.Array, other: jax.Array, valid: jax.Array) -> jax.Array:
+def of_few(
+    options: Options, student: jax.Array, teacher_logits: jax.Array, valid: jax.Array
+) -> jax.Array:
     """`vocab_parallel_divergence` of the classes that are told apart."""
     how, dtype = options.divergence, options.compute_dtype
     plain = Options(-1, dtype, dtype, dtype, options.chunk_bytes, options.platform)
@@ -52,9 +54,11 @@ def of_few(options: Options, own: jax.Array, other: jax.Array, valid: jax.Array)
     of_pair = DivergenceOptions(how.kind, False, True, False, plain)
     names = SCALARS["vocab_parallel_divergence"]
     scalars = Scalars(**{name: getattr(options.scalars, name) for name in names})
-    few = plain._replace(divergence=of_pair, scalars=scalars)
-    teacher = Arrays(hidden=lax.stop_gradient(other), labels=labels, where=valid)
-    result: jax.Array = _divergence_vjp(few, Arrays(own, labels, where=valid, teacher=teacher)).loss
+    inner = plain._replace(divergence=of_pair, scalars=scalars)
+    teacher = Arrays(hidden=lax.stop_gradient(teacher_logits), labels=labels, where=valid)
+    result: jax.Array = _divergence_vjp(
+        inner, Arrays(student, labels, where=valid, teacher=teacher)
+    ).loss
     return result
 
 
@@ -89,13 +93,13 @@ def top_k_flat(options: Options, arrays: Arrays) -> DivergenceOutput[Any]:
     labels = widen_labels(arrays.labels)
     valid = valid_tokens(labels, arrays.where, options.ignore_index) & (ids >= 0).any(axis=1)
     counts = (ids >= 0) & CLASSES.first(ids.astype(jnp.int32)) & valid[:, None]
-    log_q, few = log_q.astype(compute), TopK(jnp, exp, row_sums, left_over, how.tail)
+    log_q, top_k = log_q.astype(compute), TopK(jnp, exp, row_sums, left_over, how.tail)
     log_p = outputs.ids_logprobs
     if how.tail == "drop":
-        value = few.dropped(how.kind, counts, log_p, log_q)
+        value = top_k.dropped(how.kind, counts, log_p, log_q)
     else:
-        value = of_few(options, *few.logits(counts, log_p, tail, log_q), valid)
-    value = jnp.where(valid, value * few.checked(counts, log_q), 0.0)
+        value = of_few(options, *top_k.logits(counts, log_p, tail, log_q), valid)
+    value = jnp.where(valid, value * top_k.checked(counts, log_q), 0.0)
     squared = value
     if how.squared and arrays.temperature is not None:
         squared = value * jnp.square(arrays.temperature.astype(compute))

@@ -21,10 +21,10 @@ from xentlib.torch.core.tokens import Selected
 CLASSES = Classes(
     xp=torch,
     algebra=ALGEBRA,
-    places=lambda x: torch.arange(x.shape[1], device=x.device),
+    positions=lambda x: torch.arange(x.shape[1], device=x.device),
     argsort=lambda x: torch.argsort(x, dim=1, stable=True),
     search=lambda a, x: torch.searchsorted(a.contiguous(), x.contiguous()),
-    take=lambda x, places: x.gather(1, places),  # `take_along_dim` guards the number of tokens
+    take=lambda x, index: x.gather(1, index),  # `take_along_dim` guards the number of tokens
     sum=lambda x: x.contiguous().sum(1),
 )
 
@@ -70,11 +70,11 @@ class Cotangents(NamedTuple):
     residuals: Tensor  # [1 + K + 2 top_k + 5, N]
 
 
-def want_of(own: Selected, call: Any, options: Options) -> Wanted:
-    return Wanted(own.targets, own.valid & ~own.bad, call.ids, options.kept)
+def want_of(local: Selected, call: Any, options: Options) -> Wanted:
+    return Wanted(local.targets, local.valid & ~local.bad, call.ids, options.kept)
 
 
-def values_of(own: Selected, packed: Tensor, call: Any, options: Options) -> tuple[Tensor, ...]:
+def values_of(local: Selected, packed: Tensor, call: Any, options: Options) -> tuple[Tensor, ...]:
     """Of rows that `class_stats` has made, of this rank's tokens: outputs and residuals."""
     z, candidates, (m, ones, s, sum_ed) = packed.tensor_split([1 + call.ids.shape[1], -4])
     if call.top_k:
@@ -82,22 +82,23 @@ def values_of(own: Selected, packed: Tensor, call: Any, options: Options) -> tup
     else:
         candidates = candidates[None].expand(2, 0, -1)
     rest = NonTargetStats(m, ones, s, sum_ed if options.entropy else None, None, None)
-    want = want_of(own, call, options)
+    want = want_of(local, call, options)
     outside = CLASSES.outside(want)
     # Where tokens are a rank's own it would raise alone.
     if host_readable(outside) and not call.rows.route and bool(outside.any()):
         KEPT.refuse("outside", label=int(want.labels[outside][0]))
     values, kept, top = CLASSES.values_and_top(z, rest, want, candidates, call.top_k)
     *of_tokens, correct, ids_logprobs, tail = values
-    outputs = (own.clean(x).to(options.output_dtype, copy=True) for x in of_tokens)
-    tail = own.clean(tail).to(options.output_dtype, copy=True)
+    outputs = (local.clean(x).to(options.output_dtype, copy=True) for x in of_tokens)
+    tail = local.clean(tail).to(options.output_dtype, copy=True)
     of_ids, of_top = (
-        own.clean(x.T).T.to(options.output_dtype).contiguous() for x in (ids_logprobs, top.logprobs)
+        local.clean(x.T).T.to(options.output_dtype).contiguous()
+        for x in (ids_logprobs, top.logprobs)
     )
     numbers = torch.stack([x.to(z.dtype) for x in kept[1:]])
     residuals = torch.cat((kept.log_p, top.ids.T.to(z.dtype), numbers))
     top_ids = top.ids.clone(memory_format=torch.contiguous_format)
-    return (*outputs, correct & ~own.bad, of_ids, tail, top_ids, of_top, residuals)
+    return (*outputs, correct & ~local.bad, of_ids, tail, top_ids, of_top, residuals)
 
 
 def kept_of(call: Any, residuals: Tensor) -> tuple[Any, Residuals]:
@@ -112,26 +113,26 @@ def kept_of(call: Any, residuals: Tensor) -> tuple[Any, Residuals]:
 
 
 def upstream_rows(
-    own: Selected, upstream: Cotangents, kept: Residuals, call: Any, options: Options
+    local: Selected, upstream: Cotangents, kept: Residuals, call: Any, options: Options
 ) -> tuple[Tensor, Tensor]:
     """[1 + K + 2, N]: gradients of the logits, alpha and beta of the rest; and lse [1, N]. `kept`
     and the call are those of `kept_of`."""
-    (count,), like = own.valid.shape, kept.lse
+    (count,), like = local.valid.shape, kept.lse
     zeros = like.new_zeros(count)
 
     def clean(g: Tensor | None) -> Tensor:
-        return zeros if g is None else own.clean(g.to(like.dtype))
+        return zeros if g is None else local.clean(g.to(like.dtype))
 
     of_ids = like.new_zeros(count, call.ids.shape[1] - max(0, options.kept))
     d_ids, d_top = upstream.d_ids_logprobs, upstream.d_top_logprobs
     if d_ids is not None:
-        of_ids[:, : d_ids.shape[1]] = own.clean(d_ids.to(like.dtype).T).T
+        of_ids[:, : d_ids.shape[1]] = local.clean(d_ids.to(like.dtype).T).T
     if d_top is not None:
-        of_ids[:, of_ids.shape[1] - d_top.shape[1] :] = own.clean(d_top.to(like.dtype).T).T
+        of_ids[:, of_ids.shape[1] - d_top.shape[1] :] = local.clean(d_top.to(like.dtype).T).T
     entropies = None if upstream.d_entropy is None else clean(upstream.d_entropy)
     tails = None if upstream.d_tail is None else clean(upstream.d_tail)
     g = Upstream(clean(upstream.d_logprobs), entropies, clean(upstream.d_lse), of_ids, tails)
-    want = want_of(own, call, options)
+    want = want_of(local, call, options)
     dz, lse = CLASSES.gradients(g, kept, want), CLASSES.lse_of_rest(kept, want)
     beta = zeros if dz.beta is None else dz.beta
     return torch.cat((dz.z, dz.alpha[None], beta[None])), lse[None]

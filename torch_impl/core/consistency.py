@@ -219,10 +219,10 @@ class RankConsistency:
         """[3 ROOM], as many for every call: their maximum over the ranks says whether they are the
         same."""
         values = torch.zeros(3, ROOM, **self.like)
-        own = torch.cat(self.values)
-        values[0, : len(own)] = own
+        packed = torch.cat(self.values)
+        values[0, : len(packed)] = packed
         values[1] = -values[0]
-        values[2, : len(own)] = torch.cat(self.tolerances)
+        values[2, : len(packed)] = torch.cat(self.tolerances)
         return values.view(-1)
 
     def broken(self, largest: Tensor) -> Tensor:
@@ -261,7 +261,7 @@ ROUTES = ("hidden", "stream", "nodes")
 
 
 class Terms(NamedTuple):
-    """What a function brings to its loop, beside the call."""
+    """What ranks must agree on for this function: outputs, gradients, kind."""
 
     function: str = FUNCTIONS[0]
     needs: Sequence[bool] = ()  # gradients that will be asked for
@@ -269,7 +269,7 @@ class Terms(NamedTuple):
     class_weights: Tensor | None = None
     refused: float | None = None  # the denominator of this rank's tokens, if it is not positive
     mean: bool = False  # the loss is divided by this rank's own tokens
-    d_entropy: bool = False  # this rank's loss is made of entropies
+    d_entropy: bool = False  # this rank's loss uses the entropy
     kind: float = 0.0  # of a divergence and of its teacher, as a number
     more_classes: float = 0.0  # that its teacher has on this rank
 

@@ -47,7 +47,7 @@ class Eager(Kernels):
         if rows.more is not None and of.more is not None:
             # Of classes elsewhere into the spare column.
             rows.z_BV.scatter_add_(1, rows.more.columns, of.more)
-        return self.chained(rows, of.own, out)
+        return self.chained(rows, of.target, out)
 
     def chained(
         self, rows: LogitsBlock, dz_y_B: Tensor, out: DzOutput

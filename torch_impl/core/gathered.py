@@ -1,5 +1,5 @@
-"""Chunks that hold some tokens of every rank of a sharded vocabulary: their hidden states are
-gathered for it, and the gradients of those scattered again.
+"""All-gathers hidden states of the ranks of a sharded vocabulary chunk by chunk; reduce-scatters
+their gradients.
 
 All tokens stand chunk by chunk, in a chunk rank by rank. Every rank has as many of them as the
 longest, its own first, the rest masked, so that all ranks make the same collectives.
@@ -32,11 +32,11 @@ from xentlib.torch.core.consistency import (
 )
 from xentlib.torch.core.device import host_readable
 from xentlib.torch.core.kernels import kernels_for
-from xentlib.torch.core.tokens import LocalVocab, OwnTokens, plan_of, select_tokens
+from xentlib.torch.core.tokens import LocalTokens, LocalVocab, plan_of, select_tokens
 from xentlib.torch.operators import HeadCall
 
 
-class GatheredTokens(OwnTokens):
+class GatheredTokens(LocalTokens):
     """Chunks of the tokens of all ranks that share the vocabulary."""
 
     gathered = True
@@ -70,13 +70,13 @@ class GatheredTokens(OwnTokens):
 
     def exchange(self, *per_token: Tensor) -> tuple[Tensor, ...]:
         """What is needed of a token beside its hidden states, in one all-gather."""
-        call, count = self.call, self.own.valid.shape[0]
+        call, count = self.call, self.local_tokens.valid.shape[0]
         numbers = [x.expand(count) for x in rows_of(per_token)]
         if self.temperature is not None:
             numbers.append(self.temperature.to(call.compute_dtype).expand(count))
         if call.rows.shards:
             numbers.append(digest(call.hidden).to(call.compute_dtype))
-        labels = torch.where(self.own.valid, self.labels.long(), call.ignore_index)
+        labels = torch.where(self.local_tokens.valid, self.labels.long(), call.ignore_index)
         ids = [] if self.ids is None else list(self.ids.long().T)
         self.labels, *numbers = self._of_all_ranks([labels, *ids], numbers)
         if self.ids is not None:
@@ -121,19 +121,21 @@ class GatheredTokens(OwnTokens):
         leading = values.shape[:-1]
         sizes = [len(x) for x in torch.empty(self.length).split(self.per_chunk)]
         chunks = values.split([self.ranks * size for size in sizes], dim=-1)
-        own = [
+        parts = [
             x.reshape(*leading, self.ranks, size)[..., self.rank, :]
             for x, size in zip(chunks, sizes, strict=True)
         ]
-        count = self.own.computed
-        result = values.new_zeros(*leading, self.own.valid.shape[0])
-        result[..., self.own.places(0, count)] = torch.cat(own, -1)[..., :count]
+        count = self.local_tokens.computed
+        result = values.new_zeros(*leading, self.local_tokens.valid.shape[0])
+        result[..., self.local_tokens.token_index(0, count)] = torch.cat(parts, -1)[..., :count]
         return result
 
     def _filled(self, x_N: Tensor, value: int) -> Tensor:
         """[L]: of the computed tokens, and a value beyond them."""
         whole = x_N.new_full((self.length,), value)
-        whole[: self.own.computed] = x_N[self.own.places(0, self.own.computed)]
+        whole[: self.local_tokens.computed] = x_N[
+            self.local_tokens.token_index(0, self.local_tokens.computed)
+        ]
         return whole
 
     def chunks(self, plan: ChunkPlan) -> Iterator[tuple[Tensor, Tensor | None]]:
@@ -154,17 +156,17 @@ class GatheredTokens(OwnTokens):
         return bool((of_ranks == of_ranks[:, :1]).all())
 
     def _start(self, start: int) -> list[PendingCollective]:
-        size, own = min(self.per_chunk, self.length - start), self.own
-        places = own.places(start, max(start, min(start + size, own.computed)))
-        x_SH = self.hidden[places]
-        if not own.packed:
-            x_SH = torch.where(own.valid[places, None], x_SH, 0.0)
+        size, local = min(self.per_chunk, self.length - start), self.local_tokens
+        token_index = local.token_index(start, max(start, min(start + size, local.computed)))
+        x_SH = self.hidden[token_index]
+        if not local.packed:
+            x_SH = torch.where(local.valid[token_index, None], x_SH, 0.0)
         # Rounded to the dtype of the products first: what travels loses nothing.
         sent_SH = x_SH.new_zeros(size, x_SH.shape[1], dtype=self.call.gemm_dtype)
         sent_SH[: x_SH.shape[0]] = x_SH
         if self.keep is None:
             return [start_all_gather(sent_SH, self.group)]
-        bits = _packed(self.keep[places])
+        bits = _packed(self.keep[token_index])
         return [start_all_gather(x, self.group) for x in (sent_SH, filled(bits, size))]
 
     def view(self, d_hidden: Tensor, start: int, size: int) -> Tensor | None:
@@ -180,9 +182,9 @@ class GatheredTokens(OwnTokens):
             return
         pending, start = self.returning
         dx_SH, low = pending.wait(), start // self.ranks
-        high = max(low, min(low + self.per_chunk, self.own.computed))
+        high = max(low, min(low + self.per_chunk, self.local_tokens.computed))
         if high > low:
-            d_hidden[self.own.places(low, high)] = dx_SH[: high - low]
+            d_hidden[self.local_tokens.token_index(low, high)] = dx_SH[: high - low]
         self.returning = None
 
 
@@ -194,15 +196,15 @@ def rows_of(per_token: Sequence[Tensor]) -> list[Tensor]:
 def _packed(mask: Tensor) -> Tensor:
     """[n, ceil(H / 8)] bytes of a mask [n, H]."""
     padded = torch.nn.functional.pad(mask.to(torch.uint8), (0, -mask.shape[1] % 8))
-    places = torch.arange(8, dtype=torch.uint8, device=mask.device)
-    bits: Tensor = padded.unflatten(1, (-1, 8)) << places
+    shifts = torch.arange(8, dtype=torch.uint8, device=mask.device)
+    bits: Tensor = padded.unflatten(1, (-1, 8)) << shifts
     return bits.sum(2, dtype=torch.uint8)
 
 
 def _unpacked(bits: Tensor, width: int) -> Tensor:
     """The mask [n, H] again."""
-    places = torch.arange(8, dtype=torch.uint8, device=bits.device)
-    return ((bits[:, :, None] >> places) & 1).bool().flatten(1)[:, :width]
+    shifts = torch.arange(8, dtype=torch.uint8, device=bits.device)
+    return ((bits[:, :, None] >> shifts) & 1).bool().flatten(1)[:, :width]
 
 
 def _bytes(x: Tensor) -> Tensor:

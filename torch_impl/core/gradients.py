@@ -128,11 +128,11 @@ class GradientSums:
             start = low_TL.shape[1] - columns
             self.dz_TV = low_TL[:, start : start + logits.width]
         self.dz_y_T = torch.empty(logits.plan.chunk_tokens, **logits.like)
-        places = logits.tokens.places(0, logits.tokens.computed)
-        self.targets_M = logits.tokens.labels[places]
+        token_index = logits.tokens.token_index(0, logits.tokens.computed)
+        self.targets_M = logits.tokens.labels[token_index]
         if logits.kernel_cls.sorted_targets:
             # A token that is masked has no target: of many, one program would add up all.
-            valid_M = logits.tokens.valid[places]
+            valid_M = logits.tokens.valid[token_index]
             self.targets_M = torch.where(valid_M, self.targets_M, logits.local_size)
 
     @cached_property  # while the device is at the first chunk's products, which do not wait for it

@@ -24,7 +24,7 @@ from xentlib.torch.core.tokens import FurtherClasses
 
 
 class LogitTransform(NamedTuple):
-    """What step 2 makes of a product, and what weighs classes: the same for a whole call."""
+    """Bias, scale, softcap and class weights of the call."""
 
     columns: int  # that are classes; the others are at -inf
     bias_V: Tensor | None = None
@@ -39,7 +39,7 @@ class LogitsBlock:
     """A block of a chunk, small enough to stay in a CPU's cache."""
 
     span: slice  # within the chunk
-    places: slice | Tensor  # within the N tokens
+    token_index: slice | Tensor  # within the N tokens
     z_BV: Tensor  # overwritten by every call
     y_B1: Tensor  # the target's column
     temperature_B: Tensor | None

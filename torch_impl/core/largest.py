@@ -29,9 +29,9 @@ def largest(z_BV: Tensor, count: int) -> Tensor:
     blocks = torch.sort(of_row(maxima, count), dim=1).values
     within = torch.arange(BLOCK_COLUMNS, device=z_BV.device)
     columns = (blocks[:, :, None] * BLOCK_COLUMNS + within).flatten(1)
-    few = z_BV.gather(1, columns.clamp(max=width - 1))
-    few.masked_fill_(columns >= width, -torch.inf)  # of a last block that is not full
-    return columns.gather(1, of_row(few, count)).clamp(max=width - 1)
+    of_blocks = z_BV.gather(1, columns.clamp(max=width - 1))
+    of_blocks.masked_fill_(columns >= width, -torch.inf)  # of a last block that is not full
+    return columns.gather(1, of_row(of_blocks, count)).clamp(max=width - 1)
 
 
 def of_row(z_BV: Tensor, count: int) -> Tensor:
@@ -59,7 +59,7 @@ def lowest(z_BV: Tensor, values_BK: Tensor, columns_BK: Tensor) -> Tensor:
     above = (values_BK > last).sum(1, keepdim=True)
     descending = torch.arange(width, 0, -1, dtype=torch.int32, device=z_BV.device)
     keys = torch.where(z_BV == last, descending, 0).topk(count, dim=1).values
-    places = torch.arange(count, device=z_BV.device)
-    equal = width - keys.long().gather(1, (places - above).clamp(min=0))
-    # NaN is equal to nothing: of a row that has one any column does.
-    return torch.where(places < above, columns_BK, equal).clamp(max=width - 1)
+    ranks = torch.arange(count, device=z_BV.device)
+    equal = width - keys.long().gather(1, (ranks - above).clamp(min=0))
+    # A row with NaN may return any columns.
+    return torch.where(ranks < above, columns_BK, equal).clamp(max=width - 1)

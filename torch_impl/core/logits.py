@@ -17,7 +17,7 @@ from xentlib.torch.core.device import device_info
 from xentlib.torch.core.gemm import gemm_precision, mm, operand
 from xentlib.torch.core.kernels import Kernels, LogitsBlock, LogitTransform, kernels_for
 from xentlib.torch.core.lora import LoraActivations, LowRank
-from xentlib.torch.core.tokens import LocalVocab, OwnTokens, Selected
+from xentlib.torch.core.tokens import LocalTokens, LocalVocab, Selected
 from xentlib.torch.operators import HeadCall
 
 
@@ -35,7 +35,7 @@ class ChunkedLogits:
     def __init__(
         self,
         call: HeadCall,
-        chunks_of: OwnTokens,
+        chunks_of: LocalTokens,
         vocab: LocalVocab,
         class_weights: Tensor | None,
         *,
@@ -133,9 +133,16 @@ class ChunkedLogits:
         """Of a chunk; not `fresh` where statistics of its logits have been made in place."""
         for low in range(0, chunk.size, self.block_rows):
             span = slice(low, min(low + self.block_rows, chunk.size))
-            places = self.tokens.places(chunk.start + span.start, chunk.start + span.stop)
+            token_index = self.tokens.token_index(chunk.start + span.start, chunk.start + span.stop)
             z_BV, as_made = chunk.z_TV[span], fresh and not self.filled
-            of = (self.tokens, self.chunks_of.temperature, span, places, z_BV, self.compute_dtype)
+            of = (
+                self.tokens,
+                self.chunks_of.temperature,
+                span,
+                token_index,
+                z_BV,
+                self.compute_dtype,
+            )
             yield block_at(*of, fresh=as_made)
 
     def scaled(self, factor_B: Tensor, rows: LogitsBlock) -> Tensor:
@@ -149,7 +156,7 @@ def block_at(
     tokens: Selected,
     temperature: Tensor | None,
     span: slice,
-    places: slice | Tensor,
+    token_index: slice | Tensor,
     z_BV: Tensor,
     dtype: torch.dtype,
     *,
@@ -158,9 +165,9 @@ def block_at(
     """Logits of some tokens, with what is known of each."""
     temperature_B = None
     if temperature is not None:
-        temperature_B = temperature.expand(tokens.valid.shape[0])[places].to(dtype)
-    valid_B = None if tokens.packed else tokens.valid[places]
-    owned_B = None if tokens.owned is None else tokens.owned[places]
-    y_B1 = tokens.labels[places, None]
-    more = None if tokens.more is None else tokens.more.at(places)
-    return LogitsBlock(span, places, z_BV, y_B1, temperature_B, valid_B, owned_B, more, fresh)
+        temperature_B = temperature.expand(tokens.valid.shape[0])[token_index].to(dtype)
+    valid_B = None if tokens.packed else tokens.valid[token_index]
+    owned_B = None if tokens.owned is None else tokens.owned[token_index]
+    y_B1 = tokens.labels[token_index, None]
+    more = None if tokens.more is None else tokens.more.at(token_index)
+    return LogitsBlock(span, token_index, z_BV, y_B1, temperature_B, valid_B, owned_B, more, fresh)

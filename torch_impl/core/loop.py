@@ -20,7 +20,7 @@ from xentlib.torch.core.gathered import GatheredTokens
 from xentlib.torch.core.gradients import Gradients, GradientSums
 from xentlib.torch.core.kernels import Kernels
 from xentlib.torch.core.logits import Chunk, ChunkedLogits
-from xentlib.torch.core.tokens import LocalVocab, OwnTokens, Selected
+from xentlib.torch.core.tokens import LocalTokens, LocalVocab, Selected
 from xentlib.torch.core.vocab import ShardedVocab, numbers_of
 from xentlib.torch.operators import HeadCall
 
@@ -46,7 +46,7 @@ class Rows(Protocol):
     def sums(self, loop: HeadLoop, needs: list[bool]) -> Sums: ...
 
 
-Parts = tuple[Rows, LocalVocab, OwnTokens]
+Parts = tuple[Rows, LocalVocab, LocalTokens]
 
 
 class LocalRows:
@@ -98,7 +98,7 @@ class HeadLoop:
         parts: Parts = ROUTES[route](self, agreed)
         self.rows, self.vocab, self.chunks_of = parts
         # This rank's tokens, and whether those of other ranks are in a chunk with them
-        self.own, self.gathered = self.chunks_of.own, self.chunks_of.gathered
+        self.local_tokens, self.gathered = self.chunks_of.local_tokens, self.chunks_of.gathered
 
     @property
     def tokens(self) -> Selected:
@@ -250,7 +250,7 @@ def not_gathered(loop: HeadLoop, agreed: Agreed | None) -> Parts:
         group = group_named(call.rows.group)
         more_rows = 1 + dist.get_world_size(group) if loop.terms.of_loss else 0
         vocab = ShardedVocab(call.rows, rows.size, loop.like, more_rows=more_rows)
-    return rows, vocab, OwnTokens(call, vocab, d_entropy=loop.terms.d_entropy)
+    return rows, vocab, LocalTokens(call, vocab, d_entropy=loop.terms.d_entropy)
 
 
 def precomputed_logits(loop: HeadLoop, agreed: Agreed | None) -> Parts:
@@ -262,7 +262,7 @@ def precomputed_logits(loop: HeadLoop, agreed: Agreed | None) -> Parts:
     if call.rows.group:
         vocab = ShardedVocab(call.rows, columns, loop.like, more_rows=1)  # label smoothing
     rows: Any = LogitsRows(call)
-    return rows, vocab, OwnTokens(call, vocab, d_entropy=loop.terms.d_entropy)
+    return rows, vocab, LocalTokens(call, vocab, d_entropy=loop.terms.d_entropy)
 
 
 def gathered_hidden(loop: HeadLoop, agreed: Agreed) -> Parts:
@@ -304,7 +304,7 @@ def streamed_rows(loop: HeadLoop, agreed: Agreed) -> Parts:
         shards = layout._replace(group=layout.shards)
         more_rows = 1 + dist.get_world_size(group_named(layout.shards)) if loop.terms.of_loss else 0
         vocab = ShardedVocab(shards, sum(agreed.rows), loop.like, more_rows=more_rows)
-    return rows, vocab, OwnTokens(call, vocab, d_entropy=loop.terms.d_entropy)
+    return rows, vocab, LocalTokens(call, vocab, d_entropy=loop.terms.d_entropy)
 
 
 def ranks_within(group: dist.ProcessGroup, every: dist.ProcessGroup) -> list[int]:

@@ -64,12 +64,12 @@ class Unit(NamedTuple):
     pairs: list[Pair]
 
     @property
-    def places(self) -> slice | Tensor:
+    def token_index(self) -> slice | Tensor:
         """Of its tokens within the N."""
-        places: list[Any] = [rows.places for rows, _ in self.pairs]
-        if isinstance(places[0], slice):
-            return slice(places[0].start, places[-1].stop)
-        return torch.cat(places)
+        token_index: list[Any] = [rows.token_index for rows, _ in self.pairs]
+        if isinstance(token_index[0], slice):
+            return slice(token_index[0].start, token_index[-1].stop)
+        return torch.cat(token_index)
 
     def parts(self) -> Iterator[tuple[LogitsBlock, LogitsBlock, slice]]:
         """Each pair of blocks, and where its tokens are in the unit."""
@@ -102,14 +102,14 @@ class LogitsTeacher:
     def pairs(self, rows_of: Iterator[LogitsBlock], chunk: Any) -> Iterator[Pair]:
         student, size = self.student, self.student.local_size
         for rows in rows_of:
-            own_BV = self.logits[rows.places, :size]
+            own_BV = self.logits[rows.token_index, :size]
             if student.kernel_cls.whole_chunks:  # whose kernels only read them
                 z_BV = own_BV if own_BV.stride(1) == 1 else own_BV.contiguous()
             else:
                 z_BV = torch.empty_like(rows.z_BV)
                 z_BV[:, : own_BV.shape[1]] = own_BV
                 z_BV[:, size:] = -torch.inf
-            of = (self.temperature, rows.span, rows.places, z_BV, student.compute_dtype)
+            of = (self.temperature, rows.span, rows.token_index, z_BV, student.compute_dtype)
             yield rows, block_at(student.tokens, *of)
 
 
@@ -183,15 +183,15 @@ class PairedLogits:
     def untempered(
         self, unit: Unit, kernels: KernelPair, lse: Tensor | None = None
     ) -> tuple[TokenStats | None, list[Tensor]]:
-        """Statistics and p [B, V] of the student's logits before their temperature, which then
-        divides them: what a loss of the labels is of. Not the statistics, where lse is known."""
+        """Statistics and p [B, V] of the student at temperature 1, for the NLL term; the logits are
+        divided by the temperature afterwards. No statistics where lse is known."""
         students, stats, p = [rows for rows, _ in unit.pairs], None, []
         temperatures = [rows.temperature_B for rows in students]
         for rows in students:
             rows.temperature_B = None
         if lse is None:
-            own = (students, kernels[0], WantedStats())
-            stats = stats_of(self.student, *own, learns=True)
+            of_student = (students, kernels[0], WantedStats())
+            stats = stats_of(self.student, *of_student, learns=True)
             lse = stats.lse
         else:
             for rows in students:
@@ -230,15 +230,15 @@ class PairedLogits:
         of_all = kind.named(self.summed([self.sums(x, kernels[0]) for x in terms]))
         value, dz = kind.of_sums(of_all)
         labels = of_labels or stats[0]
-        own, other = stats
-        per_token = value, own.logprob, own.entropy, other.entropy
+        student, other = stats
+        per_token = value, student.logprob, student.entropy, other.entropy
         return UnitValues(
             value,
             torch.zeros_like(value),
             per_token,
             labels.logprob,
             p_labels,
-            (own.lse, other.lse, delta, labels.lse),
+            (student.lse, other.lse, delta, labels.lse),
             dz,
             of_all.total,
         )
@@ -248,7 +248,7 @@ class PairedLogits:
     ) -> list[Tensor]:
         """Steps 2 to 4 once more, from lse of both, delta and the labels' lse; their p, if those
         are of other logits."""
-        *known, lse = known_4N[:, unit.places]
+        *known, lse = known_4N[:, unit.token_index]
         _, p_labels = self.untempered(unit, kernels, lse) if tempered_nll else (None, [])
         for part in unit.parts():
             self.prepare(part, kernels)
@@ -302,27 +302,27 @@ class PairedLogits:
         self,
         part: Any,
         dz: DzTerms,
-        own: Tensor | None,
+        target: Tensor | None,
         p: Tensor | None,
         kernels: KernelPair,
         of_block: Any,
     ) -> None:
         """Steps 6 and 7, for the products of `of_block`; arguments as those of `put_dz`."""
-        self.put_dz(part, dz, own, p)
+        self.put_dz(part, dz, target, p)
         of_block.put(part[0], kernels[0])
 
     def put_dz(
-        self, part: Any, dz: DzTerms, own: Tensor | None = None, p: Tensor | None = None
+        self, part: Any, dz: DzTerms, target: Tensor | None = None, p: Tensor | None = None
     ) -> None:
-        """Step 6, in place of a: `dz` with the factor of each token of the part; `own` [B] is added
-        in the target's column, and `-own` times `p` [B, V] in all."""
+        """Step 6, in place of a: `dz` with the factor of each token of the part; `target` [B] is
+        added in the target's column, and `-target` times `p` [B, V] in all."""
         rows, teacher, _ = part
         a_BV, p_BV = (x.z_BV[:, self.columns] for x in (rows, teacher))
         a_BV.mul_(dz.gain[:, None]).addcmul_(p_BV, dz.shift[:, None])
-        if own is not None and p is not None:
-            a_BV.addcmul_(p, own[:, None], value=-1.0)
-        if own is not None:
-            rows.z_BV.scatter_add_(1, rows.y_B1, own[:, None])
+        if target is not None and p is not None:
+            a_BV.addcmul_(p, target[:, None], value=-1.0)
+        if target is not None:
+            rows.z_BV.scatter_add_(1, rows.y_B1, target[:, None])
 
 
 def stats_of(

@@ -16,7 +16,7 @@ from xentlib.torch.core.device import chunk_bytes
 from xentlib.torch.core.gradients import Gradients
 from xentlib.torch.core.kernels import DzOutput, Kernels, LogitsBlock, LogitTransform, kernels_for
 from xentlib.torch.core.logits import block_at
-from xentlib.torch.core.tokens import LocalVocab, OwnTokens
+from xentlib.torch.core.tokens import LocalTokens, LocalVocab
 from xentlib.torch.operators import HeadCall
 
 
@@ -30,7 +30,7 @@ class PrecomputedLogits:
     def __init__(
         self,
         call: HeadCall,
-        chunks_of: OwnTokens,
+        chunks_of: LocalTokens,
         vocab: LocalVocab,
         *,
         kernel_cls: type[Kernels] | None = None,
@@ -71,18 +71,18 @@ class PrecomputedLogits:
         copied_BV = torch.empty(0 if whole else rows, self.width, **self.like)
         for start in range(0, tokens.computed, max(1, rows)):
             span = slice(start, min(start + rows, tokens.computed))
-            places = tokens.places(span.start, span.stop)
+            token_index = tokens.token_index(span.start, span.stop)
             if whole:
-                z_BV = self.logits[places, : self.local_size]
+                z_BV = self.logits[token_index, : self.local_size]
                 if copied or z_BV.stride(1) != 1:
                     z_BV = z_BV.clone(memory_format=torch.contiguous_format)
             else:
                 z_BV = copied_BV[: span.stop - start]
-                z_BV[:, : self.local_size] = self.logits[places, : self.local_size]
+                z_BV[:, : self.local_size] = self.logits[token_index, : self.local_size]
                 if not tokens.packed:
-                    z_BV.masked_fill_(~tokens.valid[places, None], 0.0)
+                    z_BV.masked_fill_(~tokens.valid[token_index, None], 0.0)
                 z_BV[:, self.local_size :] = -torch.inf
-            yield block_at(tokens, self.temperature, span, places, z_BV, self.compute_dtype)
+            yield block_at(tokens, self.temperature, span, token_index, z_BV, self.compute_dtype)
 
     def scaled(self, factor_B: Tensor, rows: LogitsBlock) -> Tensor:
         """Factors of dz, times d z / d logit where that is one number for a token."""
@@ -125,10 +125,10 @@ class LogitsGradient:
 
     def take(self, rows: LogitsBlock, kernels: Kernels, lse_B: Tensor, of: Any) -> None:
         """Steps 6 and 7 for a block."""
-        direct = isinstance(rows.places, slice) and self.d_logits.stride(1) == 1
+        direct = isinstance(rows.token_index, slice) and self.d_logits.stride(1) == 1
         into_BV = None
         if direct and rows.more is None:
-            into_BV = self.d_logits[rows.places, : self.logits.local_size]
+            into_BV = self.d_logits[rows.token_index, : self.logits.local_size]
         kernels.dz(rows, lse_B, of, DzOutput(into_BV, with_target=True))
         if into_BV is None:
             self.write(rows)
@@ -140,7 +140,7 @@ class LogitsGradient:
 
     def write(self, rows: LogitsBlock) -> None:
         size = self.logits.local_size
-        self.d_logits[rows.places, :size] = rows.z_BV[:, :size].to(self.d_logits.dtype)
+        self.d_logits[rows.token_index, :size] = rows.z_BV[:, :size].to(self.d_logits.dtype)
 
     def add(self, chunk: None) -> None:
         """There is no product."""

@@ -1,7 +1,7 @@
-"""Rows of a sharded head that come from other ranks, beside this rank's own: those of its place in
-all nodes, gathered before they meet the tokens of their own node, whose d weight goes back; or of
-all ranks, some at a time, passing by twice, for the statistics of this rank's tokens and for
-gradients, whose part of d weight leaves for its ranks while the next block is multiplied.
+"""Head rows received from other ranks: all-gathered across nodes (`NodeRows`), d weight being
+reduce-scattered the same way; or streamed from all ranks in blocks in two passes (`StreamedRows`),
+the first for the statistics of this rank's tokens and the second for gradients, where a block's
+d weight is reduce-scattered while the next block is multiplied.
 
 A wrapper gives each rank one part of the head, classes in order, the last parts shorter or empty.
 Gathered over nodes, the parts of one place are not next to each other, so classes are counted in
@@ -52,8 +52,8 @@ class ClassOrder(NamedTuple):
 
     def to_place(self, classes: Tensor) -> Tensor:
         """Where classes stand; all of them are in the vocabulary."""
-        places: Tensor = self.first_R[classes // self.each] + classes % self.each
-        return places
+        row_index: Tensor = self.first_R[classes // self.each] + classes % self.each
+        return row_index
 
     def to_class(self, columns: Tensor) -> Tensor:
         """Of columns of this rank."""
@@ -94,11 +94,11 @@ class NodeRows(LocalRows):
         bias = None if call.bias is None else self._gathered(call.bias)
         self.call = call._replace(weight=weight, bias=bias)
 
-    def _gathered(self, own: Tensor) -> Tensor:
+    def _gathered(self, rows: Tensor) -> Tensor:
         """[v, ...] of every node; rows that the last ranks lack are 0 and no class."""
-        if own.shape[0] < self.each:
-            own = filled(own, self.each)
-        return all_gather(own.contiguous(), self.peers)
+        if rows.shape[0] < self.each:
+            rows = filled(rows, self.each)
+        return all_gather(rows.contiguous(), self.peers)
 
     def scattered(self, whole: Tensor) -> Tensor:
         """This rank's rows [v, ...] of a gradient, summed over the nodes."""
@@ -139,11 +139,11 @@ class PassingOrder(NamedTuple):
     first: int = 0  # class, of a shard of tensor parallelism
 
     def to_place(self, classes: Tensor) -> Tensor:
-        own = classes - self.first
-        inside = (own >= 0) & (own < self.place_V.shape[0])
+        local = classes - self.first
+        inside = (local >= 0) & (local < self.place_V.shape[0])
         if not self.place_V.numel():  # of a shard without rows
             return torch.full_like(classes, -1)
-        return torch.where(inside, self.place_V[torch.where(inside, own, 0)], -1)
+        return torch.where(inside, self.place_V[torch.where(inside, local, 0)], -1)
 
     def to_class(self, columns: Tensor) -> Tensor:
         return self.first + self.class_V[self.start + columns]

@@ -38,9 +38,9 @@ class FewClasses(LogitsTeacher):
             assert rows.more is not None
             # Of classes elsewhere into the spare column.
             q_BV = torch.zeros_like(rows.z_BV)
-            q_BV.scatter_add_(1, rows.more.columns, self.logits[rows.places].to(q_BV.dtype))
+            q_BV.scatter_add_(1, rows.more.columns, self.logits[rows.token_index].to(q_BV.dtype))
             rows.more = None
-            yield rows, LogitsBlock(rows.span, rows.places, q_BV, rows.y_B1, None, None, None)
+            yield rows, LogitsBlock(rows.span, rows.token_index, q_BV, rows.y_B1, None, None, None)
 
 
 class SoftLogits(PairedLogits):
@@ -91,8 +91,8 @@ class SoftLogits(PairedLogits):
         """[k, blocks, B] of `SoftSums`; NaN of a negative probability. p is then in place of q."""
         log_p_BV, q_BV = (x.z_BV[:, self.columns] for x in (rows, labels))
         another = a_BV is not q_BV
-        own = q_BV * log_p_BV if another else None
-        sums = self.sums(SoftSums(a_BV, a_BV * log_p_BV, own), kernels)
+        q_loglik = q_BV * log_p_BV if another else None
+        sums = self.sums(SoftSums(a_BV, a_BV * log_p_BV, q_loglik), kernels)
         if q_BV.shape[1]:
             sums += torch.where(q_BV.amin(1) < 0, torch.nan, 0.0)
         labels.z_BV = kernels.exp(log_p_BV)
@@ -100,9 +100,9 @@ class SoftLogits(PairedLogits):
 
     def totals(self, sums: list[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
         """Over all classes."""
-        total, loglik, *own = self.summed(sums)
+        total, loglik, *q_loglik = self.summed(sums)
         of_sums: tuple[Tensor, Tensor, Tensor]
-        of_sums = self.kind.of_sums(SoftSums(total, loglik, own[0] if own else None))
+        of_sums = self.kind.of_sums(SoftSums(total, loglik, q_loglik[0] if q_loglik else None))
         return of_sums
 
     def put_slope(
@@ -123,7 +123,7 @@ class SoftLogits(PairedLogits):
         of_top = self.kind.at_top(a_B1, total_B1, Largest(*(x[:, None] for x in of_rows)))
         z_BV.scatter_(1, largest_B1, torch.where(p_B1 > 0.5, of_top, z_BV.gather(1, largest_B1)))
 
-    def put_dz(self, part: Any, dz: DzTerms, own: Any = None, p: Any = None) -> None:
+    def put_dz(self, part: Any, dz: DzTerms, target: Any = None, p: Any = None) -> None:
         """Step 6, in place of a - p total."""
         rows, labels, _ = part
         dz_BV = rows.z_BV[:, self.columns].mul_(dz.gain[:, None])

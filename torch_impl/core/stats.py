@@ -40,7 +40,7 @@ class ColumnStats(NamedTuple):
             of_each = [ALGEBRA.largest(x.rest) for x in both]
             m = torch.maximum(*of_each)
             terms = zip(both, of_each, strict=True)
-            sum_d = sum(ALGEBRA.moved(x.rest.sum_d, x.weight, own, m) for x, own in terms)
+            sum_d = sum(ALGEBRA.moved(x.rest.sum_d, x.weight, m_of_x, m) for x, m_of_x in terms)
         pairs = zip(self.rest[:-1], other.rest[:-1], strict=True)
         fields = [None if x is None else torch.cat((x, y)) for x, y in pairs]
         rest = BlockStats(*fields)._replace(sum_d=sum_d)
@@ -67,16 +67,19 @@ def columns_of_blocks(blocks: Iterable[ChunkedLogits], wanted: WantedStats) -> C
 
 def chunk_stats(logits: ChunkedLogits, chunk: Chunk, wanted: WantedStats) -> TokenStats:
     """Of the tokens of one chunk, whose logits stay."""
-    places = logits.tokens.places(chunk.start, chunk.start + chunk.size)
-    return combined(logits, columns_of(logits, wanted, chunk), places)
+    token_index = logits.tokens.token_index(chunk.start, chunk.start + chunk.size)
+    return combined(logits, columns_of(logits, wanted, chunk), token_index)
 
 
 def columns_of(logits: Any, wanted: WantedStats, chunk: Chunk | None = None) -> ColumnStats:
     """Steps 3 and 4 of the columns of a `ChunkedLogits` or `PrecomputedLogits`, for all N tokens or
     those of a chunk."""
-    places, count = slice(None), logits.tokens.valid.shape[0]
+    token_index, count = slice(None), logits.tokens.valid.shape[0]
     if chunk is not None:
-        places, count = logits.tokens.places(chunk.start, chunk.start + chunk.size), chunk.size
+        token_index, count = (
+            logits.tokens.token_index(chunk.start, chunk.start + chunk.size),
+            chunk.size,
+        )
     packed: Tensor | None = None
     further, more, top = logits.tokens.more, None, None
     number = 0 if further is None else further.ids.shape[1]
@@ -94,15 +97,15 @@ def columns_of(logits: Any, wanted: WantedStats, chunk: Chunk | None = None) -> 
     if further is not None:
         more = packed[:number]
         if further.owned is not None:
-            more = torch.where(further.at(places).owned.T, more, 0.0)
+            more = torch.where(further.at(token_index).owned.T, more, 0.0)
     if rest.top is not None:
         rest = rest._replace(top=logits.vocab.to_class(rest.top))
     owned = logits.tokens.owned
-    here = torch.ones_like(z_y, dtype=torch.bool) if owned is None else owned[places]
+    here = torch.ones_like(z_y, dtype=torch.bool) if owned is None else owned[token_index]
     weight: Tensor | float = float(logits.local_size)
     if logits.own_weights is not None:
         weight = logits.own_weights.sum()
-    label = target_info(logits, places)
+    label = target_info(logits, token_index)
     rest_weight = weight - label.weight * here.to(z_y.dtype)
     return ColumnStats(logits.kernel_cls.algebra, z_y, here, rest, rest_weight, more, top)
 
@@ -121,7 +124,7 @@ def put_stats(
         parts = [x.T for x in further if x is not None]
         parts += [x for x in (z_y, *rest) if x is not None]
         values = torch.cat([x if x.ndim == 2 else x[None] for x in parts])
-        at = rows.places if whole else rows.span
+        at = rows.token_index if whole else rows.span
         if packed is None and isinstance(at, slice) and at == slice(0, count):
             return values  # of all tokens
         if packed is None:
@@ -139,10 +142,10 @@ def unpacked(packed: Tensor, wanted: WantedStats) -> tuple[Tensor, BlockStats]:
     return packed[0], BlockStats(m, ones, s, sum_ed, more[0] if more else None, sum_d)
 
 
-def combined(part: Any, columns: ColumnStats, places: slice | Tensor) -> TokenStats:
+def combined(part: Any, columns: ColumnStats, token_index: slice | Tensor) -> TokenStats:
     """Step 5 for tokens at `places`: with the columns of all shards, one MAX and one packed SUM."""
     z_y, rest = over_shards(part, columns)
-    label = target_info(part, places)
+    label = target_info(part, token_index)
     return columns.algebra.token_stats(z_y, rest, part.vocab.size, label)
 
 

@@ -45,16 +45,16 @@ class LocalVocab:
         spare column."""
         if self.shard is None:
             return classes, None
-        places = classes if self.order is None else self.order.to_place(classes)
-        owned = (places >= self.shard.start) & (places < self.shard.stop)
-        return torch.where(owned, places - self.shard.start, self.shard.size), owned
+        columns = classes if self.order is None else self.order.to_place(classes)
+        owned = (columns >= self.shard.start) & (columns < self.shard.stop)
+        return torch.where(owned, columns - self.shard.start, self.shard.size), owned
 
     def to_class(self, columns: Tensor) -> Tensor:
         """Of columns of this rank, as floats; the first of several has the lowest."""
         if self.order is not None:
             # Where no other class is on this rank a column is any number.
-            places = columns.long().clamp(0, max(0, self.local_size - 1))
-            classes: Tensor = self.order.to_class(places)
+            index = columns.long().clamp(0, max(0, self.local_size - 1))
+            classes: Tensor = self.order.to_class(index)
             return classes.to(columns.dtype)
         return columns if self.shard is None else columns + self.shard.start
 
@@ -102,10 +102,10 @@ class FurtherClasses(NamedTuple):
     columns: Tensor  # as `Selected.labels`
     owned: Tensor | None
 
-    def at(self, places: slice | Tensor) -> FurtherClasses:
+    def at(self, token_index: slice | Tensor) -> FurtherClasses:
         """Of some tokens."""
-        owned = None if self.owned is None else self.owned[places]
-        return FurtherClasses(self.ids[places], self.columns[places], owned)
+        owned = None if self.owned is None else self.owned[token_index]
+        return FurtherClasses(self.ids[token_index], self.columns[token_index], owned)
 
 
 class Selected(NamedTuple):
@@ -125,7 +125,7 @@ class Selected(NamedTuple):
     def computed(self) -> int:
         return self.valid.shape[0] if self.rows is None else self.rows.shape[0]
 
-    def places(self, start: int, stop: int) -> slice | Tensor:
+    def token_index(self, start: int, stop: int) -> slice | Tensor:
         """Places of the computed tokens from `start` to `stop`."""
         return slice(start, stop) if self.rows is None else self.rows[start:stop]
 
@@ -227,9 +227,9 @@ def check_ids(ids: Tensor | None, valid: Tensor, vocab_size: int) -> None:
         CALLS.refuse("ids", offender=int(ids[wrong][0]), vocab_size=vocab_size)
 
 
-def target_info(part: Any, places: slice | Tensor) -> TargetInfo:
+def target_info(part: Any, token_index: slice | Tensor) -> TargetInfo:
     """Of some tokens, of what has a vocabulary, tokens and class weights."""
-    target = part.tokens.targets[places]
+    target = part.tokens.targets[token_index]
     if part.class_weights is None:
         return TargetInfo(target, 1.0, float(part.vocab.size))
     # Never out of bounds, also where class weights of another length are still to be refused.
@@ -238,7 +238,7 @@ def target_info(part: Any, places: slice | Tensor) -> TargetInfo:
     return TargetInfo(target, weight, part.class_weights.sum())
 
 
-class OwnTokens:
+class LocalTokens:
     """Chunks of this rank's own tokens."""
 
     gathered = False
@@ -248,10 +248,10 @@ class OwnTokens:
     factors: Tensor | None = None
 
     def __init__(self, call: HeadCall, vocab: LocalVocab, *, d_entropy: bool = False) -> None:
-        """`d_entropy`: a loss of tokens that are here, of any rank, is made of entropies."""
+        """`d_entropy`: the loss of any rank whose tokens are here uses the entropy."""
         self.d_entropy = d_entropy
         self.call, self.hidden, self.keep = call, call.hidden, call.low_keep
-        self.own = self.all = select_tokens(
+        self.local_tokens = self.all = select_tokens(
             call.labels, call.where, call.ignore_index, vocab, call.hidden.device, call.ids
         )
         self.labels, self.temperature, self.ids = call.labels, call.temperature, call.ids
@@ -259,7 +259,7 @@ class OwnTokens:
     def plan(self, columns: int, row_bytes: int) -> ChunkPlan:
         """Chunks for logits of so many columns; `row_bytes` of one token may have more of them."""
         budget = chunk_bytes(self.call.chunk_bytes, self.hidden.device, row_bytes)
-        return plan_of(self.call, self.own.computed, columns, budget)
+        return plan_of(self.call, self.local_tokens.computed, columns, budget)
 
     def exchange(self, *per_token: Tensor) -> tuple[Tensor, ...]:
         """Numbers [N], or [K, N], of this rank's tokens, as those of all tokens of the chunks.
@@ -274,20 +274,20 @@ class OwnTokens:
         """Hidden states [T, H] of one chunk after the other, 0 where a token does not count, and
         the mask of what LoRA has of them."""
         for start, stop in plan.bounds():
-            rows = self.own.places(start, stop)
+            rows = self.local_tokens.token_index(start, stop)
             x_TH = self.hidden[rows]
-            if not self.own.packed:
-                x_TH = torch.where(self.own.valid[rows, None], x_TH, 0.0)
+            if not self.local_tokens.packed:
+                x_TH = torch.where(self.local_tokens.valid[rows, None], x_TH, 0.0)
             yield x_TH, None if self.keep is None else self.keep[rows]
 
     def view(self, d_hidden: Tensor, start: int, size: int) -> Tensor | None:
         """Where a chunk's d hidden may be written at once, if it may."""
-        rows = self.own.places(start, start + size)
+        rows = self.local_tokens.token_index(start, start + size)
         return d_hidden[rows] if isinstance(rows, slice) else None
 
     def put(self, d_hidden: Tensor, dx_TH: Tensor, start: int, size: int, *, add: bool) -> None:
         """A chunk's d hidden into that of this rank's tokens, or added to it."""
-        rows = self.own.places(start, start + size)
+        rows = self.local_tokens.token_index(start, start + size)
         if add:
             d_hidden[rows] += dx_TH[:size]
         else:

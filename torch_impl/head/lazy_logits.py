@@ -172,18 +172,18 @@ class LazyLogits(metaclass=LazyClass):
 
     def __getitem__(self, index: Any) -> LazyLogits:
         """Of tokens; of classes, the first n of them."""
-        places = index if isinstance(index, tuple) else (index,)
-        dots = any(x is ... for x in places)
-        taken = sum(x.ndim if is_mask(x) else x is not None for x in places if x is not ...)
+        indices = index if isinstance(index, tuple) else (index,)
+        dots = any(x is ... for x in indices)
+        taken = sum(x.ndim if is_mask(x) else x is not None for x in indices if x is not ...)
         num_classes = self.num_classes
         if self.classes_second:
             refuse("an index where classes come second")
-        if places[-1] is not ... and (dots or taken == self.ndim):
-            last = places[-1]
+        if indices[-1] is not ... and (dots or taken == self.ndim):
+            last = indices[-1]
             if not isinstance(last, slice) or last.start not in (None, 0) or last.step is not None:
                 refuse("an index over classes")
             num_classes = len(range(num_classes)[last])
-            index = (*places[:-1], slice(None))
+            index = (*indices[:-1], slice(None))
         return replace(self, hidden=self.hidden[index], num_classes=num_classes)
 
     def mul(self, by: Any) -> LazyLogits:

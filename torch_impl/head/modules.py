@@ -86,8 +86,8 @@ def is_linear(module: nn.Module) -> bool:
         return False
     kind = type(module)
     replaced = "forward" in vars(module) and not keeps_forward(module)
-    own = kind.forward is not nn.Linear.forward or kind.__call__ is not nn.Module.__call__
-    return not (own or replaced) or getattr(kind, "multiplies", False)
+    overridden = kind.forward is not nn.Linear.forward or kind.__call__ is not nn.Module.__call__
+    return not (overridden or replaced) or getattr(kind, "multiplies", False)
 
 
 def refuse_hooks(*modules: nn.Module) -> None:

@@ -48,8 +48,8 @@ def compute_forward_kl_topk(
     if clamp is not None:
         student, teacher = student.clamp_min(clamp), teacher.clamp_min(clamp)
     terms = teacher.exp() * (teacher - student)
-    own = student_logits.detach().topk(ids.shape[-1]).indices
-    shared = (ids[..., None] == own[..., None, :]).any(-1)
+    student_ids = student_logits.detach().topk(ids.shape[-1]).indices
+    shared = (ids[..., None] == student_ids[..., None, :]).any(-1)
     count = shared.sum(-1)
     return {
         "distillation_losses": terms.sum(-1),

@@ -136,10 +136,10 @@ class TokenMean(base()):  # type: ignore[misc]
     # What they do
 
     def check_order(self, trainer: Any, module: Any) -> None:
-        own = base()
+        base_kind = base()
 
         def has(x: Any, hook: str) -> bool:
-            plain = getattr(own if isinstance(x, own) else module_base(x), hook)
+            plain = getattr(base_kind if isinstance(x, base_kind) else module_base(x), hook)
             return getattr(getattr(x, hook), "__func__", None) is not plain
 
         place = trainer.callbacks.index(self)

@@ -198,8 +198,8 @@ def same_name(kind: Any, make: str, members: dict[str, Any]) -> Any:
         return restore, (kind, make), vars(self)
 
     about = {"__module__": kind.__module__, "__qualname__": kind.__qualname__}
-    own = {"unpatched": kind, "__reduce_ex__": __reduce_ex__, "__doc__": kind.__doc__}
-    return type(kind.__name__, (kind,), {**about, **own, **members})
+    members_of_tensor = {"unpatched": kind, "__reduce_ex__": __reduce_ex__, "__doc__": kind.__doc__}
+    return type(kind.__name__, (kind,), {**about, **members_of_tensor, **members})
 
 
 @cache

@@ -50,8 +50,8 @@ OF_DIVERGENCE = [x for x in SCALARS["chunked_divergence"] if x not in SCALARS["c
 
 
 def kernels_of(call: HeadCall) -> type[Kernels]:
-    """Triton's programs, where the device has them and can leave classes out: not where a softcap
-    or scale makes a number of -inf, nor of the largest of a row, which are looked for first."""
+    """Triton's programs, where the device has them. Eager with a softcap or scale, which turn the
+    -inf of a class that is left out into a number, and with `top_k`, whose classes come first."""
     assert call.ids is not None
     scaled = call.logit_scale is not None or call.scalars.softcap is not None
     if scaled or call.top_k or not call.ids.shape[1]:
@@ -85,7 +85,7 @@ def classes_forward(call: HeadCall, options: Options) -> tuple[Tensor, ...]:
     if refused is not None:
         CALLS.refuse("denominator", value=refused)
     check_top_k(call.top_k, loop.vocab.size)
-    return values_of(loop.own, loop.chunks_of.local(packed), call, options)
+    return values_of(loop.local_tokens, loop.chunks_of.local(packed), call, options)
 
 
 def classes_backward(upstream: Cotangents, call: HeadCall, options: Options) -> Gradients:
@@ -95,7 +95,7 @@ def classes_backward(upstream: Cotangents, call: HeadCall, options: Options) -> 
     terms = Terms("the backward of chunked_logprobs", needs, d_entropy=entropy)
     loop = HeadLoop(call, terms, kernel_cls=kernels_of(call))
     entropy = loop.chunks_of.d_entropy  # of the tokens of any rank
-    g, lse = upstream_rows(loop.own, upstream, kept, call, options)
+    g, lse = upstream_rows(loop.local_tokens, upstream, kept, call, options)
     g, lse = loop.chunks_of.exchange(g, lse)
     objective = Recompute(lse[0], lambda g_KB, _: coefficients(g_KB, entropy=entropy))
     return recompute(call, loop, objective, g, needs)
@@ -214,9 +214,9 @@ class FewClasses(NamedTuple):
     teacher: Tensor | None = None
 
 
-def class_results(args: Arguments, few: FewClasses | None = None) -> ClassResults:
+def class_results(args: Arguments, divergence: FewClasses | None = None) -> ClassResults:
     """Of a call with `kept`, `ids` or `top_k`."""
-    kind, scalars, teacher = few or FewClasses()
+    kind, scalars, teacher = divergence or FewClasses()
 
     @with_head(recompute=True)
     def placed(args: Arguments, local: RowLayout | None = None) -> ClassResults:
@@ -227,7 +227,7 @@ def class_results(args: Arguments, few: FewClasses | None = None) -> ClassResult
         options = Options(
             kept_count,
             args.entropy,
-            call.compute_dtype if few else getattr(torch, problem.output_dtype),
+            call.compute_dtype if divergence else getattr(torch, problem.output_dtype),
             wanted(*call.leaves),
             tokens(args.token_weights),
             as_tensor(args.denominator, None, call.hidden, call.compute_dtype),

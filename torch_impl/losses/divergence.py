@@ -93,12 +93,14 @@ def divergence_forward(
     refused = refused_divisor(call, loss)
     of_loss = loss.terms(loss.function, teacher.form, refused)
     loop = HeadLoop(in_halves(call), of_loss, kernel_cls=kernels_of(call, loss))
-    weights_N, weight_sum, divisor = token_weights(loss, loop.own.valid, loop.compute_dtype)
+    weights_N, weight_sum, divisor = token_weights(
+        loss, loop.local_tokens.valid, loop.compute_dtype
+    )
     own_factor_N = weights_N * (1.0 / divisor)
     squared_N = torch.ones_like(weights_N)
     if loss.squared and call.temperature is not None:
         squared_N = squared_N * call.temperature.to(loop.compute_dtype).square()
-    factor_N = torch.where(loop.own.bad, torch.nan, own_factor_N)
+    factor_N = torch.where(loop.local_tokens.bad, torch.nan, own_factor_N)
     probs = teacher.of_tokens(loop.compute_dtype)
     factor_N, squared_N, *of_labels = loop.chunks_of.exchange(factor_N, squared_N, *probs)
     teacher = teacher.of_chunks(of_labels)
@@ -115,18 +117,18 @@ def divergence_forward(
         check_ids(loop.ids, loop.tokens.valid, loop.vocab.size)
         check_labels(loop.labels, loop.tokens.bad, loop.ignore_index, loop.vocab.size)
     values_6N, residuals_7N = loop.chunks_of.local(values).tensor_split([len(VALUES)])
-    own_6N = loop.own.clean(values_6N)
+    own_6N = loop.local_tokens.clean(values_6N)
     loss_N, nll_N = own_6N[:2]
     total = loss_N * own_factor_N if loss.each else reduced(loss_N, weights_N, divisor)
     of_token = [x.to(loss.output_dtype, copy=True) for x in own_6N[2:]]
     output = DivergenceOutput(
         total.to(loss.output_dtype),
-        loop.own.valid.sum(),
+        loop.local_tokens.valid.sum(),
         weight_sum.to(loss.output_dtype),
         reduced(nll_N, weights_N, divisor).to(loss.output_dtype),
         *of_token,
     )
-    return output, residuals_7N.clone(), gradients, loop.own.valid
+    return output, residuals_7N.clone(), gradients, loop.local_tokens.valid
 
 
 def logits_forward(
@@ -134,13 +136,13 @@ def logits_forward(
 ) -> tuple[DivergenceOutput[Tensor], Tensor, Gradients, Tensor]:
     """Of precomputed logits: a loss of each token, and no other output."""
     loop, value, residuals = logits_values(call, teacher, loss)
-    valid_N, value = loop.own.valid, loop.own.clean(value)
+    valid_N, value = loop.local_tokens.valid, loop.local_tokens.clean(value)
     loss_N = value.to(loss.output_dtype, copy=True)
     none = fake_gradients(call, loss.reduced_needs)
     outputs = [torch.zeros_like(loss_N) for _ in range(4)]
     count, nll = valid_N.sum(), loss_N.new_zeros(())
     output = DivergenceOutput(loss_N, count, count.to(loss.output_dtype), nll, *outputs)
-    return output, loop.own.clean(torch.stack(residuals)), none, valid_N
+    return output, loop.local_tokens.clean(torch.stack(residuals)), none, valid_N
 
 
 def divergence_backward(
@@ -149,7 +151,7 @@ def divergence_backward(
     """Steps 6 to 8 of a loss of each token, from logits that are computed again."""
     terms = loss.terms(f"the backward of {FUNCTION}", teacher.form)
     loop = HeadLoop(in_halves(call), terms, kernel_cls=kernels_of(call, loss))
-    g_N = loop.own.clean(gradient.to(loop.compute_dtype))
+    g_N = loop.local_tokens.clean(gradient.to(loop.compute_dtype))
     g_N, *exchanged = loop.chunks_of.exchange(g_N, *residuals_7N)
     objective = DivergenceRecompute(loop, teacher, loss, torch.stack(exchanged))
     return recompute(call, loop, objective, g_N, loss.needs)

@@ -78,14 +78,14 @@ class IndexLabels(Objective):
 
     def step(self, unit: tuple[LogitsBlock, TokenStats | None], kernels: Any, out: Out) -> None:
         rows, of_chunk = unit
-        factor_B, size = out.factor[rows.places], self.loop.vocab.size
+        factor_B, size = out.factor[rows.token_index], self.loop.vocab.size
         if self.fuses and self.logits.kernel_cls.fused_loss:
             self.fused_step(rows, kernels, factor_B, out)
             return
         # 3. to 5. Softmax without the target column, then the target
-        label = target_info(self.loop, rows.places)
+        label = target_info(self.loop, rows.token_index)
         if self.stats is not None:
-            stats = at_rows(self.stats, rows.places)
+            stats = at_rows(self.stats, rows.token_index)
         elif of_chunk is not None:
             stats = at_rows(of_chunk, rows.span)
         else:
@@ -93,7 +93,7 @@ class IndexLabels(Objective):
             algebra = self.logits.kernel_cls.algebra
             stats = algebra.token_stats(z_y, algebra.together(blocks), size, label)
         if self.stats is None:
-            out.values[:, rows.places] = ALGEBRA.values(stats, label, self.scalars)
+            out.values[:, rows.token_index] = ALGEBRA.values(stats, label, self.scalars)
         if out.needs_dz:
             # 6. and 7. dz of the rest in place of the logits, dz of the target beside it
             factor_B = self.logits.scaled(factor_B, rows)
@@ -103,14 +103,14 @@ class IndexLabels(Objective):
     def fused_step(self, rows: LogitsBlock, kernels: Any, factor_B: Tensor, out: Out) -> None:
         """Steps 3 to 7 as one program."""
         dz_y_B = out.sums.dz_y_T[rows.span] if out.needs_dz else None
-        direct, values_7B = isinstance(rows.places, slice), out.values[:, rows.places]
+        direct, values_7B = isinstance(rows.token_index, slice), out.values[:, rows.token_index]
         values_7B = values_7B if direct else torch.empty_like(values_7B)
         weights = self.loop.class_weights
         weights_sum = None if weights is None else weights.sum()
         of_loss = LossTerms(factor_B, self.scalars, weights_sum, values_7B, dz_y_B)
         cast(FusedLoss, kernels).loss(rows, self.wanted, of_loss, out.sums.output(rows))
         if not direct:
-            out.values[:, rows.places] = values_7B
+            out.values[:, rows.token_index] = values_7B
 
 
 def nll_forward(call: HeadCall, loss: Loss) -> tuple[NLLOutput[Tensor], Gradients, Tensor]:
@@ -121,9 +121,9 @@ def nll_forward(call: HeadCall, loss: Loss) -> tuple[NLLOutput[Tensor], Gradient
     loop = HeadLoop(call, Terms("chunked_nll", needs, outputs, loss.class_weights, refused, mean))
     of_class_N = None if loss.class_weights is None else target_info(loop, slice(None)).weight
     weights_N, weight_sum, divisor = token_weights(
-        loss, loop.own.valid, loop.compute_dtype, of_class_N
+        loss, loop.local_tokens.valid, loop.compute_dtype, of_class_N
     )
-    factor_N = torch.where(loop.own.bad, torch.nan, weights_N * (1.0 / divisor))
+    factor_N = torch.where(loop.local_tokens.bad, torch.nan, weights_N * (1.0 / divisor))
     (factor_N,) = loop.chunks_of.exchange(factor_N)
     exponent = power_of_two(call.gemm_dtype, factor_N)
     if exponent is not None:
@@ -137,12 +137,12 @@ def nll_forward(call: HeadCall, loss: Loss) -> tuple[NLLOutput[Tensor], Gradient
     if refused is not None:
         CALLS.refuse("denominator", value=refused)
     values_7N = loop.chunks_of.local(values_7N)
-    output = outputs_of(loop.own, values_7N, weights_N, weight_sum, divisor, loss)
-    return output, gradients, loop.own.valid
+    output = outputs_of(loop.local_tokens, values_7N, weights_N, weight_sum, divisor, loss)
+    return output, gradients, loop.local_tokens.valid
 
 
 def outputs_of(
-    own: Selected,
+    local: Selected,
     per_token_7N: Tensor,
     weights_N: Tensor,
     weight_sum: Tensor,
@@ -151,11 +151,13 @@ def outputs_of(
 ) -> NLLOutput[Tensor]:
     """Step 9, of this rank's tokens."""
     output_dtype = loss.output_dtype
-    loss_N, z_loss_N, logprob_N, entropy_N, lse_N, correct_N, predicted_N = own.clean(per_token_7N)
-    predicted_N = torch.where(own.valid & ~own.bad, predicted_N, -1.0)
+    loss_N, z_loss_N, logprob_N, entropy_N, lse_N, correct_N, predicted_N = local.clean(
+        per_token_7N
+    )
+    predicted_N = torch.where(local.valid & ~local.bad, predicted_N, -1.0)
     return NLLOutput(
         reduced(loss_N, weights_N, divisor).to(output_dtype),
-        own.valid.sum(),
+        local.valid.sum(),
         weight_sum.to(output_dtype),
         reduced(z_loss_N, weights_N, divisor).to(output_dtype),
         logprob_N.to(output_dtype, copy=True),

@@ -54,7 +54,7 @@ class Values(NamedTuple):
     output_dtype: torch.dtype
     wanted: list[bool]  # gradients, as `DIFFERENTIATED` has them: alike on all ranks of a head
     probs: Tensor | None = None  # labels [N, C], or [N, K] of the call's `ids`, of logits
-    few: bool = False
+    sparse: bool = False
 
     @property
     def labels(self) -> Any:
@@ -62,7 +62,7 @@ class Values(NamedTuple):
         from xentlib.torch.losses.teacher import probabilities
 
         assert self.probs is not None
-        return probabilities(self.probs, few=self.few)
+        return probabilities(self.probs, sparse=self.sparse)
 
 
 class Cotangents(NamedTuple):
@@ -97,11 +97,11 @@ def logprobs_forward(call: HeadCall, values: Values) -> Forward:
         vocab.consistency.exact("gradient", needs[0] + 2.0 * needs[3])
     stats = all_stats(loop, WantedStats(entropy, smoothing > 0))
     values_5N = torch.stack((stats.lse, stats.p_rest, stats.logprob, stats.entropy, stats.correct))
-    per_token_5N = loop.own.clean(loop.chunks_of.local(values_5N))
+    per_token_5N = loop.local_tokens.clean(loop.chunks_of.local(values_5N))
     residuals = Residuals(*per_token_5N[:4])
     logprob = residuals.logprob
     if stats.mean_logp is not None:
-        logprob = loop.own.clean((1.0 - smoothing) * logprob + smoothing * stats.mean_logp)
+        logprob = loop.local_tokens.clean((1.0 - smoothing) * logprob + smoothing * stats.mean_logp)
     output = LogprobOutput(
         logprob.to(output_dtype, copy=True),
         residuals.entropy.to(output_dtype, copy=True),
@@ -120,17 +120,17 @@ def logprobs_backward(upstream: Cotangents, call: HeadCall, values: Values) -> G
 
         loop = HeadLoop(call, terms, kernel_cls=Eager)
         objective = SoftRecompute(loop, values.labels, upstream)
-        g_3N = clean_upstream(loop.own, upstream, call.compute_dtype)
+        g_3N = clean_upstream(loop.local_tokens, upstream, call.compute_dtype)
         return recompute(call, loop, objective, g_3N, needs)
     loop = HeadLoop(call, terms)
     entropy = loop.chunks_of.d_entropy  # of the tokens of any rank
     smoothing, vocab_size = call.scalars.label_smoothing, loop.vocab.size
 
-    g_3N = clean_upstream(loop.own, upstream, call.compute_dtype)
+    g_3N = clean_upstream(loop.local_tokens, upstream, call.compute_dtype)
     residuals_4N, g_3N = loop.chunks_of.exchange(upstream.residuals, g_3N)
 
-    def dz_of(g_3B: Tensor, places: slice | Tensor) -> Coefficients:
-        of_rows = Residuals(*residuals_4N[:, places])
+    def dz_of(g_3B: Tensor, token_index: slice | Tensor) -> Coefficients:
+        of_rows = Residuals(*residuals_4N[:, token_index])
         return coefficients(
             g_3B, of_rows, entropy=entropy, smoothing=smoothing, vocab_size=vocab_size
         )
@@ -138,11 +138,11 @@ def logprobs_backward(upstream: Cotangents, call: HeadCall, values: Values) -> G
     return recompute(call, loop, Recompute(residuals_4N[0], dz_of), g_3N, needs)
 
 
-def clean_upstream(own: Selected, upstream: Cotangents, dtype: torch.dtype) -> Tensor:
+def clean_upstream(local: Selected, upstream: Cotangents, dtype: torch.dtype) -> Tensor:
     """[3, N]: gradients of log-probability, entropy and lse; 0 where there is none, or no token."""
     gradients = (upstream.d_logprobs, upstream.d_entropy, upstream.d_lse)
-    zeros = upstream.residuals.new_zeros(own.valid.shape, dtype=dtype)
-    return torch.stack([zeros if g is None else own.clean(g.to(dtype)) for g in gradients])
+    zeros = upstream.residuals.new_zeros(local.valid.shape, dtype=dtype)
+    return torch.stack([zeros if g is None else local.clean(g.to(dtype)) for g in gradients])
 
 
 def coefficients(
@@ -150,12 +150,12 @@ def coefficients(
 ) -> Coefficients:
     """Step 6, per token: of dz."""
     g_logprob, g_entropy, g_lse = g_3B
-    alpha, beta, own = g_lse - g_logprob, None, g_lse
+    alpha, beta, slope = g_lse - g_logprob, None, g_lse
     if entropy:
         alpha, beta = alpha - g_entropy * kept.entropy, -g_entropy
         # A label whose p is 0 has a log-probability of -inf: their product must be 0.
-        own = g_lse - g_entropy * (kept.logprob.clamp(min=FLOOR) + kept.entropy)
-    target: Tensor = g_logprob * kept.p_rest + torch.exp(kept.logprob) * own
+        slope = g_lse - g_entropy * (kept.logprob.clamp(min=FLOOR) + kept.entropy)
+    target: Tensor = g_logprob * kept.p_rest + torch.exp(kept.logprob) * slope
     if not smoothing:
         return Coefficients(alpha, beta, None, target)
     uniform = g_logprob * (smoothing / vocab_size)

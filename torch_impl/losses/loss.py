@@ -102,7 +102,7 @@ def check_consistent(loop: HeadLoop, loss: Weights, divisor: Tensor) -> None:
         of_head = sum(2.0**k * need for k, need in enumerate(needs[1:]))
         consistency.exact("gradient of the head", of_head)
     else:
-        consistency.per_token("token_weights", loss.token_weights, loop.own.valid.shape[0])
+        consistency.per_token("token_weights", loss.token_weights, loop.local_tokens.valid.shape[0])
         consistency.close("denominator", divisor)
 
 
@@ -176,8 +176,8 @@ def scale_gradients(
 
 
 def save_gradients(ctx: Any, output: tuple[Tensor, ...], call: HeadCall, *options: Any) -> None:
-    """Of an operator whose results are a loss, constants, the gradients and the mask: saves the
-    gradients that its forward has computed."""
+    """`setup_context` of an operator that returns a loss, constants, the gradients and the mask:
+    saves the gradients that its forward has computed."""
     constants, kept = output[1:-NUM_SAVED], output[-NUM_SAVED:]
     ctx.set_materialize_grads(False)
     ctx.mark_non_differentiable(*constants, *kept)
@@ -229,9 +229,9 @@ class Recompute(Objective):
         self.lse_N, self.coefficients = lse_N, coefficients
 
     def step(self, rows: LogitsBlock, kernels: Any, out: Out) -> None:
-        factor_KB = self.logits.scaled(out.factor[:, rows.places], rows)
-        dz = self.coefficients(factor_KB, rows.places)
-        out.sums.take(rows, kernels, self.lse_N[rows.places], dz)
+        factor_KB = self.logits.scaled(out.factor[:, rows.token_index], rows)
+        dz = self.coefficients(factor_KB, rows.token_index)
+        out.sums.take(rows, kernels, self.lse_N[rows.token_index], dz)
 
 
 def recompute(

@@ -47,8 +47,8 @@ class Loss(NamedTuple):
 
     @property
     def class_weights(self) -> Tensor | None:
-        """None that a token's weight has: of class probabilities they weigh terms of its loss, and
-        the labels of its call are not classes."""
+        """None: divergences have no class weights, and those of class probabilities weigh the terms
+        of a token's loss, not the token."""
         return None
 
     @property
@@ -79,7 +79,7 @@ class Residuals(NamedTuple):
     lse: Tensor
     teacher_lse: Tensor
     delta: Tensor
-    labels_lse: Tensor  # of the logits that a loss of the labels is of
+    labels_lse: Tensor  # of the student's logits at temperature 1, for the NLL term
     gain: Tensor  # of dz, with the token's weight
     shift: Tensor
     of_nll: Tensor  # of the labels' loss, what is added in the target's column
@@ -130,24 +130,28 @@ class Divergence(PairedObjective):
         self.num_values = len(VALUES) + len(Residuals._fields) * loss.each
 
     def step(self, unit: Unit, kernels: Any, out: Out) -> None:
-        weight, tempered, places = self.call.scalars.nll_weight, is_tempered(self.call), unit.places
+        weight, tempered, token_index = (
+            self.call.scalars.nll_weight,
+            is_tempered(self.call),
+            unit.token_index,
+        )
         of_unit = self.pair.values(unit, kernels, tempered_nll=tempered)
-        value = of_unit.loss * self.squared_N[places]
+        value = of_unit.loss * self.squared_N[token_index]
         more = of_unit.z_term
         if weight:
             more = -weight * of_unit.labels
             value = value + more
-        dz = DzTerms(*(x * self.squared_N[places] for x in of_unit.dz))
+        dz = DzTerms(*(x * self.squared_N[token_index] for x in of_unit.dz))
         if weight and not tempered:
             dz = self.pair.kind.with_nll(dz, of_unit.total, weight)
         values = [value, more, *of_unit.per_token]
         if self.loss.each:
             terms = (*dz, torch.full_like(value, -weight))
-            values += [*of_unit.known, *(x * self.weights_N[places] for x in terms)]
-        out.values[:, places] = torch.stack(values)
+            values += [*of_unit.known, *(x * self.weights_N[token_index] for x in terms)]
+        out.values[:, token_index] = torch.stack(values)
         for k, part in enumerate(unit.parts()) if out.needs_dz else ():
             rows, _, at = part
-            factor_B = self.logits.scaled(out.factor[rows.places], rows)
+            factor_B = self.logits.scaled(out.factor[rows.token_index], rows)
             of_nll = -weight * untempered(factor_B, rows) if weight else None
             of_rows = DzTerms(factor_B * dz.gain[at], factor_B * dz.shift[at])
             p = of_unit.p_labels[k] if tempered else None
@@ -167,8 +171,8 @@ class DivergenceRecompute(PairedRecompute):
         tempered, (part,) = is_tempered(self.call), unit.parts()
         p_labels = self.pair.recompute(unit, kernels, self.residuals_7N[:4], tempered_nll=tempered)
         rows = part[0]
-        known = Residuals(*self.residuals_7N[:, rows.places])
-        factor_B, of_nll = self.logits.scaled(out.factor[rows.places], rows), None
+        known = Residuals(*self.residuals_7N[:, rows.token_index])
+        factor_B, of_nll = self.logits.scaled(out.factor[rows.token_index], rows), None
         if self.call.scalars.nll_weight:
             of_nll = untempered(factor_B, rows) * known.of_nll
         dz = DzTerms(factor_B * known.gain, factor_B * known.shift)
@@ -213,11 +217,11 @@ def sums_of_blocks(pair: PairedLogits, known: list[Tensor], *, first: bool = Fal
     tokens, kernels = pair.student.tokens, pair.kernels()
     sums = known[0].new_zeros(len(PairSums._fields), known[0].shape[0])
     parts = [
-        pair.block_sums(unit, kernels, [x[unit.places] for x in known], first=first)
+        pair.block_sums(unit, kernels, [x[unit.token_index] for x in known], first=first)
         for chunk in pair.chunks()
         for unit in pair.blocks(chunk)
     ]
     if parts:
         summed = pair.summed(parts)
-        sums[: len(summed), tokens.places(0, tokens.computed)] = summed
+        sums[: len(summed), tokens.token_index(0, tokens.computed)] = summed
     return sums

@@ -78,7 +78,7 @@ def placed_nll(
         args.reduction == "mean",
         "entropy" in args.outputs,
         False,
-        0 if labels.few else labels.classes - problem.vocab_size,
+        0 if labels.sparse else labels.classes - problem.vocab_size,
         False,
         getattr(torch, problem.output_dtype),
         args.class_weights,
@@ -118,7 +118,7 @@ def labels_call(
         where = None if call.where is None else call.where.to(ids.device)
         labels = call.labels.to(ids.device)
         labels = torch.where((ids >= 0).any(1), labels, call.ignore_index)
-        return call._replace(labels=labels, where=where, ids=ids), probabilities(probs, few=True)
+        return call._replace(labels=labels, where=where, ids=ids), probabilities(probs, sparse=True)
     not_differentiable(labels=soft)
     if call.rows.route:
         SOFT.refuse("stay", route=call.rows.route)
@@ -144,10 +144,10 @@ def soft_forward(call: HeadCall, labels: TeacherCall, values: Any) -> tuple[Tens
     """Of precomputed logits: sum_v a_v (z_v - lse), entropy, lse and the sum of each token's
     probabilities, [N] each; `Largest`, and the sum of a, [5, N]."""
     loop = HeadLoop(call, Terms(LOGITS_FUNCTION, outputs=float(values.entropy)), kernel_cls=Eager)
-    vocab, tokens = loop.check_consistent(), loop.own
+    vocab, tokens = loop.check_consistent(), loop.local_tokens
     logits: Any = next(iter(loop.blocks()))
     if vocab is not None:
-        more = 0 if labels.few else labels.classes - call.columns
+        more = 0 if labels.sparse else labels.classes - call.columns
         vocab.consistency.exact("kind", float(KINDS.index(SOFT_LABELS)))
         vocab.consistency.exact("the classes of the teacher", float(more))
         labels.check_consistent(loop, SOFT_LABELS)
@@ -156,17 +156,17 @@ def soft_forward(call: HeadCall, labels: TeacherCall, values: Any) -> tuple[Tens
     columns = columns_of(logits, WantedStats(values.entropy))
     stats: Largest = pair.kind.stats(*over_shards(logits, columns))
     logits.tokens = tokens
-    if not labels.few:
+    if not labels.sparse:
         check_columns(call.columns, labels.classes)
     kernels, parts = pair.kernels(), []
     for rows, of_labels in pair.teacher.pairs(logits.blocks(), None):
         restore(rows, kernels[0].prepare(rows, derivative=False))
-        a_BV = pair.put_p(rows, of_labels, Largest(*(x[rows.places] for x in stats)))
+        a_BV = pair.put_p(rows, of_labels, Largest(*(x[rows.token_index] for x in stats)))
         parts.append(pair.sums_of(rows, of_labels, a_BV, kernels[0]))
     total, nll = torch.zeros_like(stats.lse), torch.zeros_like(stats.lse)
     if parts:
-        places = tokens.places(0, tokens.computed)
-        total[places], nll[places], _ = pair.totals(parts)
+        token_index = tokens.token_index(0, tokens.computed)
+        total[token_index], nll[token_index], _ = pair.totals(parts)
     outputs = (tokens.clean(x).to(values.output_dtype) for x in (-nll, stats.entropy, stats.lse))
     return *outputs, tokens.clean(total), torch.stack((*stats, total))
 
@@ -182,9 +182,9 @@ class SoftRecompute(PairedRecompute):
 
     def step(self, unit: Unit, kernels: Any, out: Out) -> None:
         ((rows, labels, _),) = unit.parts()
-        places, columns = rows.places, self.pair.columns
-        *stats, total = self.upstream.residuals[:, places]
-        of_rows, (g_logprob, g_entropy, g_lse) = Largest(*stats), out.factor[:, places, None]
+        token_index, columns = rows.token_index, self.pair.columns
+        *stats, total = self.upstream.residuals[:, token_index]
+        of_rows, (g_logprob, g_entropy, g_lse) = Largest(*stats), out.factor[:, token_index, None]
         restore(rows, kernels[0].prepare(rows, derivative=True))
         a_BV = self.pair.put_p(rows, labels, of_rows)
         dz_BV, above = rows.z_BV[:, columns], None
@@ -216,7 +216,7 @@ def logits_soft(args: LogitsArguments) -> LogprobOutput[Tensor]:
         getattr(torch, problem.output_dtype),
         wanted(*call.leaves),
         of_labels.head.hidden,
-        of_labels.few,
+        of_labels.sparse,
     )
     *outputs, mass, _ = logprobs_op(call, values)
     check_soft_values(mass, call)

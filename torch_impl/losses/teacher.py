@@ -75,20 +75,20 @@ class TeacherCall(NamedTuple):
     """What an operator takes of a teacher."""
 
     head: TeacherHeadCall
-    few: bool = False  # probabilities [N, K] of a few classes, in place of logits
+    sparse: bool = False  # probabilities [N, K] of a few classes, in place of logits
 
     def of_tokens(self, dtype: torch.dtype) -> tuple[Tensor, ...]:
         """Numbers [K, N] that travel with the tokens."""
-        return (self.head.hidden.T.to(dtype),) if self.few else ()
+        return (self.head.hidden.T.to(dtype),) if self.sparse else ()
 
     def of_chunks(self, numbers: Sequence[Tensor]) -> TeacherCall:
         """With those of the tokens of the chunks."""
-        return probabilities(numbers[0].T, few=True) if self.few else self
+        return probabilities(numbers[0].T, sparse=True) if self.sparse else self
 
     @property
     def form(self) -> float:
         """A number for what it is: probabilities of a few classes, logits of all, or a head."""
-        return 2.0 if self.head.weight is not None else 0.0 if self.few else 1.0
+        return 2.0 if self.head.weight is not None else 0.0 if self.sparse else 1.0
 
     def check_consistent(self, loop: HeadLoop, kind: str) -> None:
         """Over shards: the same probabilities, or temperature of its logits, on every rank; and
@@ -96,7 +96,7 @@ class TeacherCall(NamedTuple):
         vocab, valid = loop.vocab, loop.tokens.valid
         if loop.gathered or not isinstance(vocab, ShardedVocab) or vocab.verified:
             return
-        if self.few:
+        if self.sparse:
             vocab.consistency.probs(self.head.hidden, valid)
         elif self.head.weight is None:
             name, temperature = "temperature of `teacher`", self.head.temperature
@@ -124,9 +124,9 @@ class TeacherCall(NamedTuple):
         return self.head.hidden.shape[1] if weight is None else weight.shape[self.head.transposed]
 
 
-def probabilities(probs: Tensor, *, few: bool = False) -> TeacherCall:
+def probabilities(probs: Tensor, *, sparse: bool = False) -> TeacherCall:
     """Labels [N, C] that are class probabilities; of a few classes [N, K]."""
-    return TeacherCall(TeacherHeadCall(probs), few)
+    return TeacherCall(TeacherHeadCall(probs), sparse)
 
 
 def first_rows(x: Any, count: int, transposed: bool = False) -> Any:
@@ -203,7 +203,7 @@ def soft_logits(
     from xentlib.torch.core.soft_labels import FewClasses, SoftLogits
 
     kind = CrossEntropy(torch, torch.exp, ALGEBRA, loop.call.scalars, loop.vocab.size)
-    rows = (FewClasses if labels.few else LogitsTeacher)(labels.head.hidden, None, logits)
+    rows = (FewClasses if labels.sparse else LogitsTeacher)(labels.head.hidden, None, logits)
     return SoftLogits(logits, rows, kind, entropy=entropy)
 
 

@@ -81,17 +81,20 @@ def top_k_divergence(args: DivergenceArguments, student: Arguments) -> Divergenc
         total = torch.where(counts, log_q, -torch.inf).detach().double().exp().sum(1)
         with of_teacher():
             check_mass(float(total.max()))
-    few = TopK(torch, torch.exp, CLASSES.sum, left_over, teacher.tail)
+    top_k = TopK(torch, torch.exp, CLASSES.sum, left_over, teacher.tail)
     if teacher.tail == "drop":
-        value = few.dropped(args.kind, counts, ids_logprobs, log_q)
+        value = top_k.dropped(args.kind, counts, ids_logprobs, log_q)
     else:
-        own, other = few.logits(counts, ids_logprobs, tail, log_q)
+        student_logits, teacher_logits = top_k.logits(counts, ids_logprobs, tail, log_q)
         options: dict[str, Any] = {name: getattr(args, name) for name in OF_FEW}
         of_few = LogitsDivergenceArguments(
-            own, TeacherLogits(other.to(own.dtype)), where=valid, **options
+            student_logits,
+            TeacherLogits(teacher_logits.to(student_logits.dtype)),
+            where=valid,
+            **options,
         )
         value = logits_divergence(of_few).loss
-    value = torch.where(valid, value * few.checked(counts, log_q), 0.0)
+    value = torch.where(valid, value * top_k.checked(counts, log_q), 0.0)
     loss_N = value
     if args.temperature_squared and call.temperature is not None:
         loss_N = value * call.temperature.to(value.dtype).square()

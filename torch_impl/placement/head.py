@@ -38,7 +38,8 @@ if TYPE_CHECKING:
     from xentlib.torch.wrappers.fsdp2 import Owner
 
 R = TypeVar("R")
-STAY = ("hidden", "stream")  # routes whose rows do, also those of a head that is whole meanwhile
+# Routes that leave each rank's rows in place, even while FSDP has the head unsharded.
+STAY = ("hidden", "stream")
 AUTO_TP = "deepspeed.module_inject.layers"
 
 

@@ -160,8 +160,9 @@ class Triton:
         dz_y_B = torch.empty_like(lse_B)
         self.launch(
             programs.dz_rows, rows, **self.shape_of(rows), **self.written(rows, out),
-            lse_ptr=lse_B, alpha_ptr=of.alpha, beta_ptr=of.beta, gamma_ptr=of.gamma, own_ptr=of.own,
-            dz_y_ptr=dz_y_B, TARGET=out.with_target, **options(self.shape.columns),
+            lse_ptr=lse_B, alpha_ptr=of.alpha, beta_ptr=of.beta, gamma_ptr=of.gamma,
+            own_ptr=of.target, dz_y_ptr=dz_y_B, TARGET=out.with_target,
+            **options(self.shape.columns),
         )  # fmt: skip
         if of.more is not None and self.shape.columns:
             self.put_further(rows, of.more, out, sums_V)

@@ -167,11 +167,11 @@ def pair_sums(
 def pair_dz_of(
     s_ptr, t_ptr, cols, mask, y, s_bias_ptr, s_scale_ptr, s_scale, s_softcap, s_temperature_ptr,
     s_temperature, t_bias_ptr, t_scale_ptr, t_scale, t_softcap, t_temperature_ptr, t_temperature,
-    lse_s, lse_t, delta, left_out, beta, gain, shift, own, lse_y,
+    lse_s, lse_t, delta, left_out, beta, gain, shift, target, lse_y,
     KIND: tl.constexpr, DELTA: tl.constexpr, UNTEMPERED: tl.constexpr,
 ):  # fmt: skip
-    """Steps 2 to 7 without the rounding: gain a + shift p, and `own` more for the target; where
-    `UNTEMPERED`, less `own` times the softmax of the logits before their temperature."""
+    """Steps 2 to 7 without the rounding: gain a + shift p, and `target` more for the target; where
+    `UNTEMPERED`, less `target` times the softmax of the logits before their temperature."""
     z_s, z_t, slope = both_logits(
         s_ptr, t_ptr, cols, mask, s_bias_ptr, s_scale_ptr, s_scale, s_softcap, s_temperature_ptr,
         s_temperature, t_bias_ptr, t_scale_ptr, t_scale, t_softcap, t_temperature_ptr,
@@ -185,8 +185,8 @@ def pair_dz_of(
             at_columns(s_ptr, cols, mask), cols, mask, s_bias_ptr, s_scale_ptr, s_scale, s_softcap,
             None, 1.0,
         )  # fmt: skip
-        dz -= own * exp(z_0 - lse_y)
-    dz += tl.where(cols == y, own, 0.0)
+        dz -= target * exp(z_0 - lse_y)
+    dz += tl.where(cols == y, target, 0.0)
     if s_softcap is not None:
         dz *= slope
     return dz
@@ -218,11 +218,11 @@ def pair_dz(
         s_ptr, t_ptr = s_ptr + row * ld_s, t_ptr + row * ld_t
         lse_s, lse_t = tl.load(lse_s_ptr + row), tl.load(lse_t_ptr + row)
         gain, shift = tl.load(gain_ptr + row), tl.load(shift_ptr + row)
-        delta, left_out, own, lse_y = 0.0, 0.0, 0.0, 0.0
+        delta, left_out, target, lse_y = 0.0, 0.0, 0.0, 0.0
         if delta_ptr is not None:
             delta, left_out = tl.load(delta_ptr + row), tl.load(left_out_ptr + row)
         if own_ptr is not None:
-            own = tl.load(own_ptr + row)
+            target = tl.load(own_ptr + row)
         if lse_y_ptr is not None:
             lse_y = tl.load(lse_y_ptr + row)
         for k in range(tl.cdiv(V, BLOCK)):
@@ -232,7 +232,7 @@ def pair_dz(
                 s_ptr, t_ptr, cols, mask, y, s_bias_ptr, s_scale_ptr, s_scale, s_softcap,
                 s_temperature_ptr, s_temperature, t_bias_ptr, t_scale_ptr, t_scale, t_softcap,
                 t_temperature_ptr, t_temperature, lse_s, lse_t, delta, left_out, beta, gain, shift,
-                own, lse_y, KIND, delta_ptr is not None, lse_y_ptr is not None,
+                target, lse_y, KIND, delta_ptr is not None, lse_y_ptr is not None,
             )  # fmt: skip
             tl.debug_barrier()
             tl.store(dz_ptr + cols, stored(dz, dz_ptr, ROUND), mask=mask)

@@ -54,20 +54,20 @@ class TritonPairs(PairedLogits):
         ((rows, teacher),) = unit.pairs
         kind, wanted = self.kind, self.wanted
         labels = self.labels_of(rows, kernels[0]) if tempered_nll else None
-        own = self.stats_of(self.student, rows, kernels[0], wanted[0], learns=True)
+        student = self.stats_of(self.student, rows, kernels[0], wanted[0], learns=True)
         self.check_classes()
         with of_teacher():
             other = self.stats_of(self.teacher, teacher, kernels[1], wanted[1], learns=False)
-        delta = torch.zeros_like(own.lse)
-        self.known = own.lse, other.lse, None
+        delta = torch.zeros_like(student.lse)
+        self.known = student.lse, other.lse, None
         if kind.twice:
             delta = kind.delta(*self.summed([self.sums_of(unit, kernels, first=True)]))
-            self.known = own.lse, other.lse, delta
+            self.known = student.lse, other.lse, delta
         of_all = kind.named(self.summed([self.sums_of(unit, kernels)]))
         value, dz = kind.of_sums(of_all)
-        per_token = value, own.logprob, own.entropy, other.entropy
-        labels = own if labels is None else labels
-        known, none = (own.lse, other.lse, delta, labels.lse), torch.zeros_like(value)
+        per_token = value, student.logprob, student.entropy, other.entropy
+        labels = student if labels is None else labels
+        known, none = (student.lse, other.lse, delta, labels.lse), torch.zeros_like(value)
         of_labels = labels.logprob, [labels.lse]
         return UnitValues(value, none, per_token, *of_labels, known, dz, of_all.total)
 
@@ -75,7 +75,7 @@ class TritonPairs(PairedLogits):
         self, unit: Unit, kernels: KernelPair, known_4N: Tensor, *, tempered_nll: bool = False
     ) -> list[Tensor]:
         """Nothing, but for what is known of the tokens."""
-        lse, other, delta, of_labels = known_4N[:, unit.places]
+        lse, other, delta, of_labels = known_4N[:, unit.token_index]
         self.known = lse, other, delta if self.kind.twice else None
         return [of_labels]
 
@@ -112,13 +112,13 @@ class TritonPairs(PairedLogits):
         self,
         part: Any,
         dz: DzTerms,
-        own: Tensor | None,
+        target: Tensor | None,
         p: Tensor | None,
         kernels: KernelPair,
         of_block: Any,
     ) -> None:
         """Steps 6 and 7: dz in place of the logits, the target's with it; `p` is the lse of the
-        logits that a loss of the labels is of."""
+        student's logits at temperature 1, for the NLL term."""
         rows, teacher, at = part
         if isinstance(of_block, LogitsGradient):
             self.write_gradient(part, dz, kernels, of_block.d_logits)
@@ -126,7 +126,7 @@ class TritonPairs(PairedLogits):
         bias = of_block.needs[2] and bool(self.student.local_size)
         out = of_block.output(rows, column_sums=bias)
         into_BV = rows.z_BV[:, : self.student.local_size] if out.into_BV is None else out.into_BV
-        more: dict[str, Any] = {"gain_ptr": dz.gain.contiguous(), "own_ptr": own}
+        more: dict[str, Any] = {"gain_ptr": dz.gain.contiguous(), "own_ptr": target}
         more["shift_ptr"] = dz.shift.contiguous()
         more["lse_y_ptr"] = None if p is None else p.contiguous()
         if bias:
@@ -143,15 +143,15 @@ class TritonPairs(PairedLogits):
 
     def write_gradient(self, part: Any, dz: DzTerms, kernels: KernelPair, d_logits: Tensor) -> None:
         """Steps 6 and 7, into the gradient of precomputed logits."""
-        places = part[0].places
-        into_BV = whole_BV = d_logits[places, self.columns]
+        token_index = part[0].token_index
+        into_BV = whole_BV = d_logits[token_index, self.columns]
         if into_BV.stride(1) != 1:
             into_BV = torch.empty_like(into_BV, memory_format=torch.contiguous_format)
         more: dict[str, Any] = {"gain_ptr": dz.gain, "shift_ptr": dz.shift}
         more |= {"own_ptr": None, "lse_y_ptr": None}
         self.put(part, kernels, part[2], into_BV, d_logits.dtype, **more)
-        if into_BV is not whole_BV or not isinstance(places, slice):
-            d_logits[places, self.columns] = into_BV
+        if into_BV is not whole_BV or not isinstance(token_index, slice):
+            d_logits[token_index, self.columns] = into_BV
 
     def put(
         self, part: Any, kernels: KernelPair, at: slice, into_BV: Tensor, dtype: Any, **more: Any
@@ -168,14 +168,15 @@ class TritonPairs(PairedLogits):
             return
         lse, other, delta = (None if x is None else x[at].contiguous() for x in self.known)
         left_out = None if delta is None else torch.expm1(-delta)
-        own, teacher = (
+        student, teacher = (
             kernel.of(x) | kernel.shape_of(x) for kernel, x in zip(kernels, pair, strict=True)
         )
         with device_of(rows.z_BV):
             program[(rows.z_BV.shape[0],)](
-                s_ptr=own["z_ptr"], ld_s=own["ld"], t_ptr=teacher["z_ptr"], ld_t=teacher["ld"],
-                y_ptr=own["y_ptr"], valid_ptr=own["valid_ptr"], V=columns,
-                **prefixed("s", own), **prefixed("t", teacher),
+                s_ptr=student["z_ptr"], ld_s=student["ld"], y_ptr=student["y_ptr"],
+                t_ptr=teacher["z_ptr"], ld_t=teacher["ld"],
+                valid_ptr=student["valid_ptr"], V=columns,
+                **prefixed("s", student), **prefixed("t", teacher),
                 lse_s_ptr=lse, lse_t_ptr=other, delta_ptr=delta, left_out_ptr=left_out,
                 beta=self.kind.beta, KIND=DIVERGENCES.index(self.kind.kind),
                 **more, **pair_options(columns, self.kind.kind),

@@ -167,18 +167,18 @@ def dz_rows(
             gamma = tl.load(gamma_ptr + row)
         row_ptr = z_ptr + row * ld
         here = (y >= 0) & (y < V)
-        own = tl.load(own_ptr + row)
+        target = tl.load(own_ptr + row)
         if softcap is not None:
             z_y = tl.load(row_ptr + y, mask=here, other=0.0)
             _, slope = shape_logits(
                 z_y, y, here, bias_ptr, scale_ptr, scale, softcap, temperature_ptr, temperature
             )
-            own *= slope
-        own = tl.where(here, own, 0.0)
-        tl.store(dz_y_ptr + row, own)
+            target *= slope
+        target = tl.where(here, target, 0.0)
+        tl.store(dz_y_ptr + row, target)
         write_dz(
             row_ptr, dz_ptr + row * ld_dz, y, V, tl.load(lse_ptr + row), tl.load(alpha_ptr + row),
-            beta, gamma, own, bias_ptr, scale_ptr, scale, softcap, temperature_ptr, temperature,
+            beta, gamma, target, bias_ptr, scale_ptr, scale, softcap, temperature_ptr, temperature,
             weights_ptr, beta_ptr is not None, gamma_ptr is not None, TARGET, ROUND, IN_PLACE,
             BLOCK,
         )  # fmt: skip
@@ -282,10 +282,10 @@ def loss_rows(
             if weights_ptr is not None:
                 through = w_y - label_smoothing * w_y + uniform * w_sum + extra
                 left = uniform * (w_sum - w_y)
-            own = (outer * (extra + left - through * p_rest)).to(tl.float32)
+            target = (outer * (extra + left - through * p_rest)).to(tl.float32)
             if softcap is not None:
-                own *= slope
-            tl.store(dz_y_ptr + row, round_to(own, ROUND))
+                target *= slope
+            tl.store(dz_y_ptr + row, round_to(target, ROUND))
             write_dz(
                 row_ptr, dz_ptr + row * ld_dz, y, V, lse.to(tl.float32),
                 (outer * through).to(tl.float32), 0.0, (outer * uniform).to(tl.float32), 0.0,

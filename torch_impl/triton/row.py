@@ -268,8 +268,8 @@ def token_stats(
     if ENTROPY:
         below = tl.where(none, 0.0, tl.maximum(m_r - m, FLOOR))
         rest = scale * (sum_ed.to(tl.float64) + below * (ones + s))
-        own = tl.where(t == 0, 0.0, t * (z_y - m))
-        entropy = log_total - (rest + own) / total
+        of_target = tl.where(t == 0, 0.0, t * (z_y - m))
+        entropy = log_total - (rest + of_target) / total
     mean_logp = 0.0
     if SMOOTHING:
         mean_logp = (sum_d + (w_sum - w_y) * (m_r - lse) + w_y * logprob) / V
@@ -314,12 +314,12 @@ def dz_of(
 
 @triton.jit
 def write_dz(
-    row_ptr, dz_ptr, y, V, lse, alpha, beta, gamma, own, bias_ptr, scale_ptr, scale, softcap,
+    row_ptr, dz_ptr, y, V, lse, alpha, beta, gamma, target, bias_ptr, scale_ptr, scale, softcap,
     temperature_ptr, temperature, weights_ptr, BETA: tl.constexpr, GAMMA: tl.constexpr,
     TARGET: tl.constexpr, ROUND: tl.constexpr, IN_PLACE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Steps 6 and 7 of a row, from the last column to the first: what a scan has read last may
-    still be in L2. `own` is written to the target's column where `TARGET`, 0 where not.
+    still be in L2. `target` is written to the target's column where `TARGET`, 0 where not.
 
     In place dz lies over the logits themselves or, of 16 bits, over the upper half of their row:
     where rows of logits are L >= V apart, block j writes from byte 2 L + 2 j BLOCK on, blocks that
@@ -329,7 +329,7 @@ def write_dz(
     lanes = tl.arange(0, BLOCK)
     whole = V // BLOCK
     if not TARGET:
-        own = 0.0
+        target = 0.0
     if whole * BLOCK < V:
         cols = whole * BLOCK + lanes
         mask = cols < V
@@ -338,7 +338,7 @@ def write_dz(
             z, cols, mask, lse, alpha, beta, gamma, bias_ptr, scale_ptr, scale, softcap,
             temperature_ptr, temperature, weights_ptr, BETA, GAMMA,
         )  # fmt: skip
-        dz = tl.where(cols == y, own, dz)
+        dz = tl.where(cols == y, target, dz)
         if IN_PLACE:
             tl.debug_barrier()
         tl.store(dz_ptr + cols, stored(dz, dz_ptr, ROUND), mask=mask)
@@ -351,7 +351,7 @@ def write_dz(
             temperature_ptr, temperature, weights_ptr, BETA, GAMMA,
         )  # fmt: skip
         if (y >= start) & (y < start + BLOCK):  # of a program's threads all or none
-            dz = tl.where(cols == y, own, dz)
+            dz = tl.where(cols == y, target, dz)
         if IN_PLACE:
             tl.debug_barrier()
         tl.store(dz_ptr + cols, stored(dz, dz_ptr, ROUND))

@@ -57,16 +57,16 @@ def set_class(module: Any, kind: Any) -> None:
 def with_attribute(owner: Any, name: str, value: Any) -> Iterator[None]:
     """An object's own attribute is another one inside of the block, and after it what it was, or
     not there."""
-    own = vars(owner)
-    before = {name: own[name]} if name in own else {}
-    own[name] = value
+    attributes = vars(owner)
+    before = {name: attributes[name]} if name in attributes else {}
+    attributes[name] = value
     try:
         yield
     finally:
         if before:
-            own.update(before)
+            attributes.update(before)
         else:
-            del own[name]
+            del attributes[name]
 
 
 def differentiable(result: Any) -> list[Tensor]:

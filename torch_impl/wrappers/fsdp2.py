@@ -52,10 +52,10 @@ class Owner(NamedTuple):
     def dtypes(self, parameter: Tensor) -> tuple[torch.dtype, torch.dtype]:
         """In which a parameter is gathered, and its gradient reduced: where the policy does not
         say, in that of the gather up to torch 2.14, since then in the parameter's own."""
-        policy, own = self.policy(parameter), parameter.dtype
-        gathered = policy.param_dtype or own
+        policy, stored = self.policy(parameter), parameter.dtype
+        gathered = policy.param_dtype or stored
         of_gather = hasattr(self.group, "mp_policy")
-        return gathered, policy.reduce_dtype or (gathered if of_gather else own)
+        return gathered, policy.reduce_dtype or (gathered if of_gather else stored)
 
     def whole(self, parameter: Tensor | None) -> Tensor | None:
         """What the group gathers for a parameter: a leaf, whose gradient the group reduces."""
@@ -130,9 +130,9 @@ def keeps_alone(module: nn.Module, weight: Any, hooks: tuple[str, ...]) -> bool:
     if owner is None or len(groups_of(owner.state)) > 1:
         return False
     # Those of a `fully_shard` of several modules are closures, and others.
-    own = (owner.state._pre_forward, owner.state._post_forward)
+    fsdp_hooks = (owner.state._pre_forward, owner.state._post_forward)
     hooks_there = [hook for name in hooks for hook in getattr(module, name).values()]
-    return bool(hooks_there) and all(hook in own for hook in hooks_there)
+    return bool(hooks_there) and all(hook in fsdp_hooks for hook in hooks_there)
 
 
 def divisors(owner: Owner) -> set[Any]:
@@ -360,9 +360,9 @@ class FSDP2(NoWrapper):
         held = [p for group in self.groups for p in group.fsdp_params]
         return [(p, p._unsharded_param) for p in held if hasattr(p, "_unsharded_param")]
 
-    def places(self) -> list[tuple[Any, str]]:
+    def slots(self) -> list[tuple[Any, str]]:
         # Those that have not been reduced yet, too: `zero_grad` does not see them.
-        return [*super().places(), *self._unreduced()]
+        return [*super().slots(), *self._unreduced()]
 
     def _unreduced(self) -> list[tuple[Any, str]]:
         return [

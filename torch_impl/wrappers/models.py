@@ -93,8 +93,8 @@ def detect_wrapper(
     if inside is not None:
         refuse_scaler(scaler, "Fabric, whose precision")
         return Fabric(detect_wrapper(inside, accelerator, None, sums, gas), model)
-    own = own_hooks(model)
-    if sums is not None and not own:
+    hooks = own_hooks(model)
+    if sums is not None and not hooks:
         raise UnsupportedWrapperError(
             f"`sums` must be None but for DDP with a communication hook of your own; got {sums} "
             f"for a {type(model).__name__}, whose reduction is read. Leave it out."

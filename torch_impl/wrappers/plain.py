@@ -115,13 +115,13 @@ class NoWrapper:
             for handle in handles:
                 handle.remove()
 
-    def places(self) -> list[tuple[Any, str]]:
+    def slots(self) -> list[tuple[Any, str]]:
         """Where gradients are kept: objects, and the names of their attributes."""
         return [(p, "grad") for p in self.parameters()]
 
     def gradients(self) -> list[tuple[Any, str, Tensor]]:
         """Those that are there."""
-        gradients = [(*place, getattr(*place, None)) for place in self.places()]
+        gradients = [(*place, getattr(*place, None)) for place in self.slots()]
         return [(x, name, g) for x, name, g in gradients if g is not None]
 
     def refusal(self) -> str:
@@ -157,9 +157,9 @@ class DDP(NoWrapper):
 
     def __init__(self, model: Any, scaler: Any, sums: bool | None) -> None:
         super().__init__(model, scaler)
-        own = own_hooks(model)
-        if own and sums is None:
-            name = getattr(own[0], "__name__", repr(own[0]))
+        hooks = own_hooks(model)
+        if hooks and sums is None:
+            name = getattr(hooks[0], "__name__", repr(hooks[0]))
             raise UnsupportedWrapperError(
                 f"`model` must reduce gradients in a way that can be read; got DDP with the "
                 f"communication hook {name!r}, which may or may not take the mean. "

@@ -76,8 +76,8 @@ DIVERGING = Refusals(
     tempered_few="`temperature` must be 1 with `nll_weight` for a `TeacherTopK`; got another, and "
     "the labels' NLL is of logits without it. Add `chunked_nll` of the same hidden states instead.",
     jsd_dropped="`tail` must be 'class' or 'renormalize' for a JSD; got 'drop'. Pass 'class'.",
-    few="`{name}` must have shape {leading} + (K,), as the teacher's `ids`; got {shape}. Pass one "
-    "log-probability for each class.",
+    ids_shape="`{name}` must have shape {leading} + (K,), as the teacher's `ids`; got {shape}. "
+    "Pass one log-probability for each class.",
     mass="`logprobs` must be log-probabilities, of which those of a token add up to 1 at most; got "
     "{total:.4g}. Pass log-softmax values over the whole vocabulary, not logits.",
     wider="a teacher must not be float64 beside a student in {dtype}; got float64. Cast it, or "
@@ -146,11 +146,11 @@ def check_top_k(call: DivergenceArguments, teacher: TeacherTopK[Any]) -> None:
     """What such a teacher does not go with."""
     with of_teacher():
         check_choice("tail", teacher.tail, TAILS)
-    few = {
+    words = {
         "where": "for a `TeacherTopK`",
         "way": "Set its ids that the student does not have to -1, which leaves them to the tail.",
     }
-    DIVERGING.require("intersect", call.vocab == "same", **few)
+    DIVERGING.require("intersect", call.vocab == "same", **words)
     DIVERGING.require("jsd_dropped", call.kind != "jsd" or teacher.tail != "drop")
     DIVERGING.require("entropy_of_few", "teacher_entropy" not in call.outputs)
     plain = isinstance(call.temperature, (int, float)) and call.temperature == 1
@@ -171,7 +171,7 @@ def check_logprobs(ids: ArraySpec, logprobs: ArraySpec) -> None:
     """Of a teacher's classes, whose ids have been checked."""
     check_floating("logprobs", logprobs)
     same, leading = logprobs.shape == ids.shape, ids.shape[:-1]
-    DIVERGING.require("few", same, name="logprobs", leading=leading, shape=logprobs.shape)
+    DIVERGING.require("ids_shape", same, name="logprobs", leading=leading, shape=logprobs.shape)
     check_device("logprobs", logprobs, ids, "ids")
 
 

@@ -139,8 +139,8 @@ def _check_ids(arrays: Mapping[str, Array], vocab_size: int) -> None:
         EXPLAINED.require("kept_shape", right, leading=ids.shape, shape=kept.shape)
         inside = (kept >= -1) & (kept < vocab_size)
         _check_all("kept_range", "kept_ids", kept, inside, kept.shape[-1], vocab_size=vocab_size)
-        own = (kept == ids[..., None]).any(axis=-1) | (kept < 0).all(axis=-1)
-        _check_all("not_kept", "kept_ids", ids, own)
+        inside = (kept == ids[..., None]).any(axis=-1) | (kept < 0).all(axis=-1)
+        _check_all("not_kept", "kept_ids", ids, inside)
 
 
 def _check_all(

@@ -14,8 +14,8 @@ from xentlib.options import GATHERS
 SHARDS = Refusals(
     ValueError,
     # Shards that cannot be those of the vocabulary they claim to be.
-    few="`vocab_parallel` must spread {vocab_size} classes over its ranks; got shards of {sizes}, "
-    "{rows} in all. Pass the number of classes that they hold.",
+    too_few_rows="`vocab_parallel` must spread {vocab_size} classes over its ranks; got shards of "
+    "{sizes}, {rows} in all. Pass the number of classes that they hold.",
     # All classes, on each of several ranks.
     whole_head="`vocab_parallel` must come with this rank's part of {vocab_size} classes; got all "
     "of them on each of {ranks} ranks. Pass each rank's own columns, or `vocab_parallel=None`.",
@@ -126,7 +126,9 @@ def check_shards(sizes: Sequence[int], vocab_size: int) -> None:
     rule = "an integer >= 1, the classes of all shards"
     check_number("vocab_size", vocab_size, rule, ok=is_count(vocab_size))
     rows, sizes = sum(sizes), tuple(sizes)
-    SHARDS.require("few", rows >= vocab_size, vocab_size=vocab_size, sizes=sizes, rows=rows)
+    SHARDS.require(
+        "too_few_rows", rows >= vocab_size, vocab_size=vocab_size, sizes=sizes, rows=rows
+    )
 
 
 def check_tiles(shards: Sequence[tuple[int, int]], vocab_size: int) -> None:

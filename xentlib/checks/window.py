@@ -186,8 +186,8 @@ def check_own_count(value: object, number: object, weight: object) -> None:
     """
     if not isinstance(value, (int, float)) or not isinstance(number, (int, float)):
         return
-    own = number != weight or value in (0, number)
-    WINDOWS.require("own_count", own, number=number, value=value)
+    plausible = number != weight or value in (0, number)
+    WINDOWS.require("own_count", plausible, number=number, value=value)
 
 
 def check_one_loss(names: Sequence[str]) -> str:

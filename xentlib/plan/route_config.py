@@ -195,13 +195,13 @@ class RouteConfig:
         """A rank's own tokens, the whole head."""
         shared = self.tensor_parallel > 1
         columns = self.classes + (self.on_cpu and shared)
-        return self._planned(self.tokens_per_rank, columns, self._budget(own=not shared))
+        return self._planned(self.tokens_per_rank, columns, self._budget(local=not shared))
 
     def plan_of_shared(self, rows: int, ranks: int) -> ChunkPlan:
         """Tokens of all `ranks`, `rows` of the head: the same T of each rank in a chunk, whole rows
         of a tile (row A10), and no more in all than a sum over them may have (row A6)."""
         columns = rows + (self.on_cpu and ranks > 1)  # one for the targets of other ranks
-        plan = self._planned(ranks * self.tokens_per_rank, columns, self._budget(own=False))
+        plan = self._planned(ranks * self.tokens_per_rank, columns, self._budget(local=False))
         if self.chunk_tokens is not None:
             plan = replace(plan, chunk_tokens=ranks * self.chunk_tokens)
         tokens, length = spread_tokens(plan.chunk_tokens, ranks, self.tokens_per_rank)
@@ -213,7 +213,7 @@ class RouteConfig:
         rows = self.block_rows or stream_rows(self.rows, self.hidden_size, self.ranks, budget)
         rows = min(rows, self.rows)
         columns = self.ranks * rows + self.on_cpu
-        return rows, self._planned(self.tokens_per_rank, columns, self._budget(own=False))
+        return rows, self._planned(self.tokens_per_rank, columns, self._budget(local=False))
 
     def _planned(self, tokens: int, columns: int, budget: int | None) -> ChunkPlan:
         dtype, compute = resolve_dtypes(self.dtype, self.head_dtype)[:2]
@@ -223,8 +223,8 @@ class RouteConfig:
             return plan
         return replace(plan, chunk_tokens=min(self.chunk_tokens, pad_rows(tokens)))
 
-    def _budget(self, *, own: bool) -> int | None:
+    def _budget(self, *, local: bool) -> int | None:
         """None where `plan_chunks` looks at the rows' bytes: of a whole head on a CPU."""
-        if self.max_chunk_bytes is not None or (own and self.on_cpu):
+        if self.max_chunk_bytes is not None or (local and self.on_cpu):
             return self.max_chunk_bytes
         return default_chunk_bytes(self.platform)

@@ -86,7 +86,7 @@ def of_hidden(s: RouteConfig, plan: ChunkPlan, rows: int, ranks: int, *, gathere
     # d hidden leaves, and a part of it comes; gloo makes a copy of what leaves.
     walk[EXCHANGED] += (chunk * (2 if s.on_cpu else 1) + part) * s.size
     walk[PER_TOKEN] = plan.num_tokens * OF_A_TOKEN
-    own = s.trained(s.rows)
+    local_entries = s.trained(s.rows)
     moments = {"walk": walk}
     if gathered:
         # A CPU's copy takes the place of what was gathered, which a thread of gloo keeps.
@@ -98,11 +98,11 @@ def of_hidden(s: RouteConfig, plan: ChunkPlan, rows: int, ranks: int, *, gathere
         stays = {name: walk[name] for name in (LOGITS, ROWS, D_HIDDEN, PER_TOKEN)}
         moments["rows' reduction"] = stays | {
             INTO: wide * (2 if s.on_cpu else 1),
-            OUT_OF: own * s.size,
+            OUT_OF: local_entries * s.size,
             KEPT: came if s.on_cpu else 0,
         }
     moments["gradients rounded"] = _sums(s, s.rows, ITEMSIZE[s.param_dtype])
-    return _with_earlier(s, moments, own * ITEMSIZE[s.param_dtype])
+    return _with_earlier(s, moments, local_entries * ITEMSIZE[s.param_dtype])
 
 
 def of_stream(s: RouteConfig, plan: ChunkPlan, rows: int) -> Moments:
@@ -120,15 +120,15 @@ def of_stream(s: RouteConfig, plan: ChunkPlan, rows: int) -> Moments:
         walk[CAST] = s.rows * s.hidden_size * s.gemm_size
     # Beside the tokens' numbers three of each class: where it passes, and in which order.
     walk[PER_TOKEN] = s.tokens_per_rank * OF_A_TOKEN + 3 * 8 * s.vocab_size
-    own = ITEMSIZE[s.param_dtype]
+    itemsize = ITEMSIZE[s.param_dtype]
     # Of all tokens, before there is a gradient.
     stays = (LOGITS, SCRATCH, ROWS, WIDENED, PER_TOKEN, CAST)
     first = {name: walk[name] for name in stays if name in walk}
     first[BLOCKS] = at_a_time * block * s.gemm_size
     numbers = 3 + len({"entropy", "predicted"} & s.options)
     first[OF_COLUMNS] = s.tokens_per_rank * -(-s.vocab_size // BLOCK_COLUMNS) * numbers * s.size
-    moments = {"statistics": first, "walk": walk, "gradients rounded": _sums(s, s.rows, own)}
-    return _with_earlier(s, moments, s.rows * s.hidden_size * own)
+    moments = {"statistics": first, "walk": walk, "gradients rounded": _sums(s, s.rows, itemsize)}
+    return _with_earlier(s, moments, s.rows * s.hidden_size * itemsize)
 
 
 def _gathered(s: RouteConfig) -> int:
@@ -177,14 +177,14 @@ def _reduced(s: RouteConfig) -> Moments:
     into it."""
     if s.ranks == 1:
         return {}
-    own = s.trained(s.rows) + s.low_entries
-    into = s.ranks * own * ITEMSIZE[s.reduce_dtype]
+    local_entries = s.trained(s.rows) + s.low_entries
+    into = s.ranks * local_entries * ITEMSIZE[s.reduce_dtype]
     cast = ITEMSIZE[s.param_dtype] if s.param_dtype != s.reduce_dtype else 0
     return {
         "reduction": {
             GRADIENT: (s.trained(s.classes) + s.low_entries) * ITEMSIZE[s.head_dtype],
             INTO: into * (2 if s.on_cpu else 1),
-            OUT_OF: own * (ITEMSIZE[s.reduce_dtype] + cast),
+            OUT_OF: local_entries * (ITEMSIZE[s.reduce_dtype] + cast),
             "d hidden": s.tokens_per_rank * s.hidden_size * ITEMSIZE[s.dtype],
         }
     }

@@ -39,11 +39,11 @@ def summed_reference(
     sums: dict[str, Any] = {}
     for start in range(0, max(num_tokens, 1), size):
         part = slice(start, start + size)
-        own = {
+        options = {
             name: value[part] if name in PER_TOKEN and np.ndim(value) else value
             for name, value in options.items()
         }
-        reference = nll_reference(hidden[part], weight, labels[part], **own)
+        reference = nll_reference(hidden[part], weight, labels[part], **options)
         for name, value in reference._asdict().items():
             if name in ROWS:
                 rows[name].append(value)

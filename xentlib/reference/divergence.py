@@ -121,15 +121,15 @@ def divergence_reference(
     """
     leading = np.shape(hidden)[:-1]
     labels = np.zeros(leading, np.int64) if labels is None else labels
-    own = teacher or {}
+    of_teacher = teacher or {}
     student = Softmax(
         hidden, weight, labels, bias, where, ignore_index,
         logit_scale, softcap, temperature, weight_layout,
     )  # fmt: skip
     other = Softmax(
-        teacher_hidden, teacher_weight, labels, own.get("bias"), where, ignore_index,
-        own.get("logit_scale", 1.0), own.get("softcap"), own.get("temperature", temperature),
-        own.get("weight_layout", "VH"),
+        teacher_hidden, teacher_weight, labels, of_teacher.get("bias"), where, ignore_index,
+        of_teacher.get("logit_scale", 1.0), of_teacher.get("softcap"),
+        of_teacher.get("temperature", temperature), of_teacher.get("weight_layout", "VH"),
     )  # fmt: skip
     plain = student  # of which the labels' loss is: without temperature
     if nll_weight and np.any(np.asarray(temperature) != 1.0):

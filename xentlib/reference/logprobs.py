@@ -110,9 +110,9 @@ def logprobs_reference(
             g_NK = np.where(there, f64(d_ids_logprobs).reshape(ids_NK.shape), 0.0)
             g_NK = np.where(np.isneginf(values), 0.0, g_NK)
             for k, g_N1 in enumerate(g_NK.T[..., None]):
-                own = np.arange(s.z.shape[1]) == ids_NK[:, k, None]
-                dz += g_N1 * (own - s.p)
-                bz += np.abs(g_N1) * (s.p * step + 2 * np.abs(own - s.p))
+                is_id = np.arange(s.z.shape[1]) == ids_NK[:, k, None]
+                dz += g_N1 * (is_id - s.p)
+                bz += np.abs(g_N1) * (s.p * step + 2 * np.abs(is_id - s.p))
             factor = factor + np.abs(g_NK).sum(axis=1)
     gradients = gradients_of(s, dz, bz, dz_dtype, 1.0, np.asarray(factor))
     return LogprobReference(

@@ -97,8 +97,8 @@ class Softmax:
         kept_NK = np.asarray(kept).reshape(len(self.valid), -1).astype(np.int64)
         there = (kept_NK >= 0) & self.valid[:, None]
         counts = np.zeros((len(kept_NK), vocab_size), bool)
-        rows, places = np.nonzero(there)
-        counts[rows, kept_NK[rows, places]] = True
+        rows, columns = np.nonzero(there)
+        counts[rows, kept_NK[rows, columns]] = True
         among: NDArray[np.bool_] = counts | ~there.any(axis=1)[:, None]
         return among
 

@@ -205,7 +205,7 @@ class Recomputed(Probes):
             if not self.ranks.others:
                 columns, owned = (kit.host(x)[self.among] for x in (self.columns, self.owned))
                 chosen = np.union1d(chosen, self.of_rows.permutation(columns[owned])[:rows])
-        first, last, _ = self.ranks.own.indices(self.size)
+        first, last, _ = self.ranks.local.indices(self.size)
         here = (chosen >= first) & (chosen < last)
         self.rows = chosen[here] - first  # of the gradient
         width, wide = self.x.shape[1], [[], [], []]  # type: ignore[var-annotated]

@@ -88,11 +88,11 @@ class Ranks:
     """Who has what of a call; of this one nobody has anything.
 
     `start` is the class of the first of `size` rows that are recomputed here, out of `vocab_size`;
-    `own`, of these, those whose gradient is here.
+    `local`, of these, those whose gradient is here.
     """
 
     start, size, vocab_size = 0, 0, 0  # 0: as many as there are
-    own = slice(None)
+    local = slice(None)
     others = False  # whether other ranks have tokens of their own
     whole_a = True  # whether d A of a low-rank part is of the tokens that are summed
 

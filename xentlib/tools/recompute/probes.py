@@ -223,7 +223,7 @@ class Probes(Call):
             factor = self.factor * self.outer
             self.du[at] += ((added * own_slope)[:, None] * factor)[at] * b
             self.du_spread[at] += (((own * own_slope)[:, None] * factor)[at] * b) ** 2
-        own = self.ranks.own
+        own = self.ranks.local
         self.probed = self.ranks.together(self.probed)[own]
         self.spread = self.ranks.together(spread)[own]
         self.longer = self.longer[own]
