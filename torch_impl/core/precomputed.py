@@ -118,7 +118,8 @@ class LogitsGradient:
         self.logits, columns = logits, logits.logits
         whole = logits.tokens.computed == columns.shape[0]
         self.d_logits = torch.empty_like(columns) if whole else torch.zeros_like(columns)
-        self.d_logits[:, logits.local_size :] = 0.0
+        if logits.local_size < columns.shape[1]:
+            self.d_logits[:, logits.local_size :] = 0.0
 
     def passes(self, exponent: Tensor | None) -> Iterator[tuple[Any, Any]]:
         yield self.logits, self

@@ -31,7 +31,13 @@ from xentlib.torch.core.kernels import Kernels, kernels_for
 from xentlib.torch.core.loop import HeadLoop
 from xentlib.torch.core.stats import class_stats, columns_of_blocks
 from xentlib.torch.losses.logprobs import function_of
-from xentlib.torch.losses.loss import Recompute, as_inputs, recompute, refused_divisor
+from xentlib.torch.losses.loss import (
+    Recompute,
+    as_inputs,
+    recompute,
+    refused_divisor,
+    without_autocast,
+)
 from xentlib.torch.operators import (
     DIFFERENTIATED,
     HeadCall,
@@ -107,7 +113,7 @@ RESULTS = f"({', '.join(['Tensor'] * 9)})"
 @operator("class_logprobs_forward", HeadCall, Options, returns=RESULTS)
 def class_op(call: HeadCall, options: Options) -> tuple[Tensor, ...]:
     """`classes_forward` as one operator, opaque to the compiler: outputs and residuals."""
-    with torch.autocast(call.hidden.device.type, enabled=False):
+    with without_autocast(call.hidden.device):
         return classes_forward(call, options)
 
 
@@ -133,7 +139,7 @@ def _(call: HeadCall, options: Options) -> tuple[Tensor, ...]:
 )
 def class_backward_op(upstream: Cotangents, call: HeadCall, options: Options) -> tuple[Tensor, ...]:
     """`classes_backward` as one operator, opaque to the compiler."""
-    with torch.autocast(call.hidden.device.type, enabled=False):
+    with without_autocast(call.hidden.device):
         return as_inputs(call, classes_backward(upstream, call, options))
 
 

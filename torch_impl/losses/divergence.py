@@ -47,6 +47,7 @@ from xentlib.torch.losses.loss import (
     save_gradients,
     saved_gradients,
     token_weights,
+    without_autocast,
 )
 from xentlib.torch.losses.paired import (
     FUNCTION,
@@ -169,7 +170,7 @@ Tensors = tuple[Tensor, ...]
 def divergence_op(call: HeadCall, teacher: TeacherCall, loss: Loss) -> Tensors:
     """`divergence_forward` as one operator, opaque to the compiler: outputs, what a backward of
     each token's loss needs, gradients of a reduced one, mask."""
-    with torch.autocast(call.hidden.device.type, enabled=False):
+    with without_autocast(call.hidden.device):
         output, residuals_7N, gradients, valid_N = divergence_forward(call, teacher, loss)
     return (*output[:RESULTS], residuals_7N, *gradients, valid_N)
 
@@ -203,7 +204,7 @@ def each_backward_op(
     upstream: Upstream, call: HeadCall, teacher: TeacherCall, loss: Loss
 ) -> Tensors:
     """`divergence_backward` as one operator, opaque to the compiler."""
-    with torch.autocast(call.hidden.device.type, enabled=False):
+    with without_autocast(call.hidden.device):
         return as_inputs(call, divergence_backward(*upstream, call, teacher, loss))
 
 

@@ -34,6 +34,7 @@ from xentlib.torch.losses.loss import (
     save_gradients,
     saved_gradients,
     token_weights,
+    without_autocast,
 )
 from xentlib.torch.micro_batch import label_loss
 from xentlib.torch.operators import HeadCall, RowLayout, operator, wanted, without_gradient
@@ -171,7 +172,7 @@ def outputs_of(
 @operator("nll_forward", HeadCall, Loss, returns=f"({', '.join(['Tensor'] * 15)})")
 def nll_op(call: HeadCall, loss: Loss) -> tuple[Tensor, ...]:
     """`nll_forward` as one operator, opaque to the compiler: outputs, gradients, mask."""
-    with torch.autocast(call.hidden.device.type, enabled=False):
+    with without_autocast(call.hidden.device):
         output, gradients, valid_N = nll_forward(call, loss)
     results = (*output[:9], *gradients, valid_N)
     hooks.run_compiled_hooks(call, loss, results)

@@ -23,7 +23,7 @@ from xentlib.torch.core.gradients import Gradients, fake_gradients
 from xentlib.torch.core.loop import HeadLoop
 from xentlib.torch.core.stats import all_stats
 from xentlib.torch.core.tokens import Selected
-from xentlib.torch.losses.loss import Recompute, as_inputs, recompute
+from xentlib.torch.losses.loss import Recompute, as_inputs, recompute, without_autocast
 from xentlib.torch.operators import (
     DIFFERENTIATED,
     HeadCall,
@@ -165,7 +165,7 @@ def coefficients(
 @operator("logprobs_forward", HeadCall, Values, returns=FIVE)
 def logprobs_op(call: HeadCall, values: Values) -> tuple[Tensor, ...]:
     """`logprobs_forward` as one operator, opaque to the compiler: outputs, residuals [4, N]."""
-    with torch.autocast(call.hidden.device.type, enabled=False):
+    with without_autocast(call.hidden.device):
         if values.probs is not None:
             from xentlib.torch.losses.soft_labels import soft_forward
 
@@ -187,7 +187,7 @@ def logprobs_backward_op(
     upstream: Cotangents, call: HeadCall, values: Values
 ) -> tuple[Tensor, ...]:
     """`logprobs_backward` as one operator, opaque to the compiler."""
-    with torch.autocast(call.hidden.device.type, enabled=False):
+    with without_autocast(call.hidden.device):
         return as_inputs(call, logprobs_backward(upstream, call, values))
 
 
