@@ -134,7 +134,8 @@ class FusedLoss(Kernels, Protocol):
 
 
 NO_SCALARS = Scalars()
-# Options that its programs have
+# Divergences and options that its programs have
+DIVERGENCES_IN_TRITON = ("forward_kl", "reverse_kl", "jsd")
 IN_TRITON = ("softcap", "label_smoothing", "z_loss", "beta", "nll_weight")
 OF_TRITON: dict[str, Any] = {name: getattr(NO_SCALARS, name) for name in IN_TRITON}
 # Compute capability: bfloat16, and products of 16-bit operands with float32 results.

@@ -29,7 +29,7 @@ from xentlib.torch.core.algebra import ALGEBRA
 from xentlib.torch.core.consistency import Terms
 from xentlib.torch.core.device import device_info
 from xentlib.torch.core.eager import Eager
-from xentlib.torch.core.kernels import Kernels, kernels_for
+from xentlib.torch.core.kernels import DIVERGENCES_IN_TRITON, Kernels, kernels_for
 from xentlib.torch.core.logits import ChunkedLogits
 from xentlib.torch.core.loop import HeadLoop
 from xentlib.torch.core.pairs import HeadTeacher, InPlace, LogitsTeacher, PairedLogits
@@ -185,8 +185,8 @@ def pairs_for(kernel_cls: type[Kernels]) -> type[PairedLogits]:
 
 
 def kernels_of(call: HeadCall, loss: Any) -> type[Kernels]:
-    """Triton's programs, where the device has them: not of class probabilities."""
-    if loss.kind == SOFT_LABELS:
+    """Triton's programs, where the device has them and they have this kind."""
+    if loss.kind not in DIVERGENCES_IN_TRITON:
         return Eager
     return kernels_for(call.hidden.device, call.compute_dtype, call.scalars)
 
