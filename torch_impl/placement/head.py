@@ -115,20 +115,21 @@ def place_head(call: Arguments, recompute: bool) -> tuple[Arguments, Placement |
     only_tensors(**arrays)
     call = resolve_head(call)
     call = with_parameters(call, with_rows if call.gather in STAY else sharded)
-    weight = split_lora(call)[0].weight
-    if split_by_auto_tp(weight):
+    plain, lora = split_lora(call)
+    if split_by_auto_tp(plain.weight):
         from xentlib.torch.wrappers import deepspeed
 
         parallel = call.vocab_parallel
-        shard = deepspeed.auto_tp_shard(weight, None if parallel is None else unpadded(parallel)[0])
+        group = None if parallel is None else unpadded(parallel)[0]
+        shard = deepspeed.auto_tp_shard(plain.weight, group)
         call = replaced(call, vocab_parallel=shard if parallel is None else parallel)
-    elif computed(weight) and call.vocab_parallel is None and is_loaded(AUTO_TP):
+        plain, lora = split_lora(call)
+    elif computed(plain.weight) and call.vocab_parallel is None and is_loaded(AUTO_TP):
         from xentlib.torch.wrappers import deepspeed
 
-        deepspeed.refuse_copies(weight)
+        deepspeed.refuse_copies(plain.weight)
     if (call.gather, call.tokens_parallel, call.tokens_per_rank) != ("head", None, None):
         check_route(call)
-    plain, lora = split_lora(call)
     adapters = {} if lora is None else {"a": lora.a, "b": lora.b}
     rows = call.vocab_parallel is not None
     check_copies(rows, weight=plain.weight, bias=plain.bias, **adapters)
