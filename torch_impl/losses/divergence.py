@@ -6,6 +6,7 @@ Shapes: N tokens.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import ExitStack
 from typing import Any, NamedTuple
 
@@ -295,19 +296,30 @@ def placed_divergence(
     )
     with kept_open:
         results = divergence_op(call, teacher, loss)
-    total, num_tokens, weight_sum, nll, *rest = results[:RESULTS]
-    if loss.each:
-        total = with_leading(total, problem.leading)
+    return output_of(args, call, problem.leading, results[:RESULTS], divisor)
+
+
+def output_of(
+    args: DivergenceArguments,
+    call: HeadCall,
+    leading: tuple[int, ...],
+    results: Sequence[Tensor],
+    divisor: Tensor | None,
+) -> DivergenceOutput[Tensor]:
+    """What a call returns: the outputs that it asks for, of which the loss alone has a derivative,
+    and what the loss was divided by."""
+    total, num_tokens, weight_sum, nll, *of_token = results
     nll = without_gradient("nll", nll, call.leaves, FUNCTION) if args.nll_weight else nll
-    per_token: dict[str, Any] = {
-        name: without_gradient(name, with_leading(x, problem.leading), call.leaves, FUNCTION)
-        if name in args.outputs
-        else None
-        for name, x in zip(DIVERGENCE_OUTPUTS, rest)
-    }
-    if divisor is None and loss.mean:
+    per_token: dict[str, Any] = dict.fromkeys(DIVERGENCE_OUTPUTS)
+    for name, x in zip(DIVERGENCE_OUTPUTS, of_token):
+        if name in args.outputs:
+            value = with_leading(x, leading)
+            per_token[name] = without_gradient(name, value, call.leaves, FUNCTION)
+    if divisor is None and args.reduction == "mean":
         divisor = weight_sum
-    if not loss.each:
+    if args.reduction == "none":
+        total = with_leading(total, leading)
+    else:
         label_loss(total, num_tokens, weight_sum, divisor)
     return DivergenceOutput(total, num_tokens, weight_sum, nll, **per_token, denominator=divisor)
 

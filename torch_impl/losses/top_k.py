@@ -26,18 +26,17 @@ from xentlib.checks.divergence import (
 )
 from xentlib.checks.soft_labels import check_none
 from xentlib.divergence import DivergenceOutput
-from xentlib.options import DIVERGENCE_OUTPUTS, DIVERGENCES, TAILS
+from xentlib.options import DIVERGENCES, TAILS
 from xentlib.teacher import TeacherLogits, TeacherTopK
 from xentlib.top_k import TopK
-from xentlib.torch.array_spec import array_spec, as_tensor, only_tensors, with_leading
+from xentlib.torch.array_spec import array_spec, as_tensor, only_tensors
 from xentlib.torch.binding import scalars_of, tokens
 from xentlib.torch.core.classes import CLASSES
 from xentlib.torch.core.device import host_readable, onto
 from xentlib.torch.losses.classes import FewClasses, class_results
-from xentlib.torch.losses.divergence import logits_divergence
+from xentlib.torch.losses.divergence import logits_divergence, output_of
 from xentlib.torch.losses.loss import Weighting, reduced, token_weights
-from xentlib.torch.micro_batch import label_loss
-from xentlib.torch.operators import not_differentiable, without_gradient
+from xentlib.torch.operators import not_differentiable
 
 FUNCTION = "chunked_divergence"
 OF_FEW = ("kind", *SCALARS["vocab_parallel_divergence"])  # its options of two distributions
@@ -56,14 +55,9 @@ def top_k_divergence(args: DivergenceArguments, student: Arguments) -> Divergenc
         check_temperatures(args.temperature, teacher.temperature)
     entropy = "entropy" in args.outputs
     student = student._replace(ids=teacher.ids, entropy=entropy)
-    student_results = class_results(student, few_classes(args, teacher))
-    logprob, ids_logprobs, tail, problem = (
-        student_results.logprobs,
-        student_results.ids_logprobs,
-        student_results.tail,
-        student_results.problem,
-    )
-    call, entropies = student_results.call, student_results.entropy
+    of_call = class_results(student, few_classes(args, teacher))
+    logprob, ids_logprobs, tail = of_call.logprobs, of_call.ids_logprobs, of_call.tail
+    call, problem, entropies = of_call.call, of_call.problem, of_call.entropy
     valid = call.labels.long() != call.ignore_index
     valid = onto(valid if call.where is None else valid & call.where, call.hidden.device)
     compute = call.compute_dtype
@@ -99,9 +93,17 @@ def top_k_divergence(args: DivergenceArguments, student: Arguments) -> Divergenc
     if args.temperature_squared and call.temperature is not None:
         loss_N = value * call.temperature.to(value.dtype).square()
     nll_N = -args.nll_weight * logprob if args.nll_weight else torch.zeros_like(value)
-    return output_of(
-        args, call, problem, valid, (loss_N + nll_N, nll_N), (value, logprob, entropies)
-    )
+    dtype, mean = getattr(torch, problem.output_dtype), args.reduction == "mean"
+    denominator = as_tensor(args.denominator, None, call.hidden, compute)
+    weighting = Weighting(tokens(args.token_weights), denominator, mean)
+    weights, weight_sum, divisor = token_weights(weighting, valid, compute)
+    loss_N = loss_N + nll_N
+    each = args.reduction == "none"
+    total = loss_N * (weights * (1.0 / divisor)) if each else reduced(loss_N, weights, divisor)
+    numbers = (total, valid.sum(), weight_sum, reduced(nll_N.detach(), weights, divisor))
+    of_token = (torch.where(valid, x.detach(), 0.0) for x in (value, logprob, entropies))
+    results = [x.to(dtype) if x.is_floating_point() else x for x in (*numbers, *of_token)]
+    return output_of(args, call, problem.leading, results, denominator)
 
 
 def few_classes(args: DivergenceArguments, teacher: TeacherTopK[Tensor]) -> FewClasses:
@@ -128,38 +130,3 @@ def check_temperatures(call: Any, stored: Any) -> None:
 def left_over(log_q: Tensor) -> Tensor:
     """[N] 1 less the probabilities: in float32 an eighth of a tail of 5e-7 would be lost."""
     return (1.0 - log_q.double().exp().sum(1)).to(log_q.dtype)
-
-
-def output_of(
-    args: DivergenceArguments,
-    call: Any,
-    problem: Any,
-    valid: Tensor,
-    losses: tuple[Tensor, Tensor],
-    per_token: tuple[Tensor, ...],
-) -> DivergenceOutput[Tensor]:
-    """The loss of tokens [N], and what the result has beside it."""
-    dtype, leading = getattr(torch, problem.output_dtype), problem.leading
-    denominator = as_tensor(args.denominator, None, call.hidden, call.compute_dtype)
-    each, mean = args.reduction == "none", args.reduction == "mean"
-    weighting = Weighting(tokens(args.token_weights), denominator, mean)
-    weights, weight_sum, divisor = token_weights(weighting, valid, losses[0].dtype)
-    if denominator is None and mean:
-        denominator = weight_sum
-    num_tokens, (loss_N, nll_N) = valid.sum(), losses
-    total = loss_N * (weights * (1.0 / divisor)) if each else reduced(loss_N, weights, divisor)
-    total = with_leading(total.to(dtype), leading) if each else total.to(dtype)
-    nll = reduced(nll_N.detach(), weights, divisor).to(dtype)
-    if args.nll_weight:
-        nll = without_gradient("nll", nll, call.leaves, FUNCTION)
-    divergence, logprobs, entropies = (x.detach() for x in per_token)
-    per_token_values = {"divergence": divergence, "logprobs": logprobs, "entropy": entropies}
-    named: dict[str, Any] = dict.fromkeys(DIVERGENCE_OUTPUTS)
-    for name in args.outputs:
-        x = with_leading(torch.where(valid, per_token_values[name], 0.0).to(dtype), leading)
-        named[name] = without_gradient(name, x, call.leaves, FUNCTION)
-    if not each:
-        label_loss(total, num_tokens, weight_sum.to(dtype), denominator)
-    return DivergenceOutput(
-        total, num_tokens, weight_sum.to(dtype), nll, **named, denominator=denominator
-    )
