@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from types import NoneType
 from typing import Any
 
 import jax.numpy as jnp
@@ -15,6 +16,7 @@ from xentlib.checks.shards import SHARDS, check_route, check_route_here
 from xentlib.checks.validators import plain_args
 from xentlib.dtypes import ITEMSIZE
 from xentlib.jax.array_spec import (
+    ARRAYS,
     array,
     array_spec,
     array_specs,
@@ -39,11 +41,12 @@ def bind(
     place: Placement | None = None,
     *,
     recompute: bool = False,
-    scalars: Scalars | None = None,
+    caller: Any = None,
 ) -> tuple[Options, Arrays]:
     """A call of a head's function; of `NLLHead`, which knows where its arrays are. `recompute`: its
-    backward reads the head's values again. `scalars`: of a function with more of them than `args`
-    has."""
+    backward reads the head's values again. `caller`: the arguments of a function whose numbers
+    are more than those of `args`; they are read after the checks, whose messages say what is wrong
+    with one."""
     check_reduction(args)
     args = unwrapped_args(plain_args(args))
     only_arrays(**args._asdict())
@@ -83,7 +86,7 @@ def bind(
     target = target_of(hidden, weight)
     options = Options(
         ignore_index=args.ignore_index,
-        scalars=scalars or scalars_of(args),
+        scalars=scalars_of(args, caller),
         mean=args.reduction == "mean",
         entropy=args.entropy or "entropy" in args.outputs,
         predicted="predicted" in args.outputs,
@@ -113,7 +116,7 @@ def bind(
     return options, arrays
 
 
-def bind_logits(args: LogitsArguments, scalars: Scalars | None = None) -> tuple[Options, Arrays]:
+def bind_logits(args: LogitsArguments, caller: Any = None) -> tuple[Options, Arrays]:
     """The same of a function of given logits."""
     args = unwrapped_args(plain_args(args))
     only_arrays(**args._asdict())
@@ -129,7 +132,7 @@ def bind_logits(args: LogitsArguments, scalars: Scalars | None = None) -> tuple[
     target = target_of(logits)
     options = Options(
         ignore_index=args.ignore_index,
-        scalars=scalars or scalars_of(args),
+        scalars=scalars_of(args, caller),
         entropy=args.entropy,
         gemm_dtype=str(logits.dtype),
         compute_dtype=problem.compute_dtype,
@@ -148,9 +151,9 @@ def bind_logits(args: LogitsArguments, scalars: Scalars | None = None) -> tuple[
     return options, arrays
 
 
-def scalars_of(args: Any) -> Scalars:
-    """The numbers among the arguments of any function, which a trace may depend on; an array, and
-    what the function does not have, at its default."""
-    values = {name: getattr(args, name, None) for name in Scalars._fields}
-    numbers = {x: y for x, y in values.items() if y is not None and not is_array(y)}
+def scalars_of(args: Any, caller: Any = None) -> Scalars:
+    """The numbers of a call, which a trace may depend on, those that `args` has not its caller's;
+    an array, and what neither has, at its default."""
+    values = {x: getattr(args, x, getattr(caller, x, None)) for x in Scalars._fields}
+    numbers = {x: y for x, y in values.items() if not isinstance(y, (NoneType, *ARRAYS))}
     return Scalars(**{name: float(number) for name, number in numbers.items()})

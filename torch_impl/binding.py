@@ -40,11 +40,12 @@ def bind(
     function: str,
     args: Arguments,
     local: RowLayout | None = None,
-    scalars: Scalars | None = None,
+    caller: Any = None,
 ) -> tuple[Arguments, NLLProblem, HeadCall]:
     """A call of a head's function as this rank has it, its sizes, and what an operator takes.
     `local`: where the rows belong, if a wrapper has sharded the head and they stay there.
-    `scalars`: of a function with more of them than `args` has."""
+    `caller`: the arguments of a function whose numbers are more than those of `args`; they are
+    read after the checks, whose messages say what is wrong with one."""
     args, low = split_lora(plain_args(args))
     if local is not None:  # it says who has the other rows
         args = replaced(args, vocab_parallel=None)
@@ -79,7 +80,7 @@ def bind(
         logit_scale=as_tensor(args.logit_scale, 1.0, hidden, compute),
         temperature=tokens(as_tensor(args.temperature, 1.0, hidden, compute)),
         ignore_index=args.ignore_index,
-        scalars=scalars or scalars_of(args),
+        scalars=scalars_of(args, caller),
         gemm_dtype=getattr(torch, problem.gemm_dtype),
         compute_dtype=compute,
         chunk_bytes=args.max_chunk_bytes or 0,
@@ -96,7 +97,7 @@ def bind(
 
 
 def bind_logits(
-    function: str, args: LogitsArguments, scalars: Scalars | None = None
+    function: str, args: LogitsArguments, caller: Any = None
 ) -> tuple[LogitsArguments, LogitsProblem, HeadCall]:
     """The same of a function of given logits."""
     only_tensors(**args._asdict())
@@ -119,7 +120,7 @@ def bind_logits(
         logit_scale=None,
         temperature=tokens(as_tensor(args.temperature, 1.0, logits, compute)),
         ignore_index=args.ignore_index,
-        scalars=scalars or scalars_of(args),
+        scalars=scalars_of(args, caller),
         gemm_dtype=compute,  # of no product
         compute_dtype=compute,
         chunk_bytes=args.max_chunk_bytes or 0,
@@ -130,11 +131,12 @@ def bind_logits(
     return args, problem, call
 
 
-def scalars_of(args: Any) -> Scalars:
-    """The numbers among the arguments of any function; what it does not have is at its default."""
+def scalars_of(args: Any, caller: Any = None) -> Scalars:
+    """The numbers of a call, those that `args` has not its caller's; what neither has is at its
+    default."""
     numbers: dict[str, Any] = {}
     for name in Scalars._fields:
-        value = getattr(args, name, Scalars._field_defaults[name])
+        value = getattr(args, name, getattr(caller, name, Scalars._field_defaults[name]))
         numbers[name] = None if value is None else float(value)
     return Scalars(**numbers)
 

@@ -29,7 +29,7 @@ from xentlib.checks.divergence import (
 from xentlib.checks.validators import plain_args
 from xentlib.divergence import DivergenceOutput
 from xentlib.jax.array_spec import only_arrays
-from xentlib.jax.binding import bind, bind_logits, scalars_of
+from xentlib.jax.binding import bind, bind_logits
 from xentlib.jax.core.call import Arrays, DivergenceOptions, Options, as_gradients, of_all_tokens
 from xentlib.jax.core.gradients import Gradients, add_products, power_of_two
 from xentlib.jax.core.logits import Chunk, ChunkedLogits, chunked_logits, scaled
@@ -300,7 +300,7 @@ def head_divergence(args: DivergenceArguments) -> DivergenceOutput[Any]:
     each = args.reduction == "none"
     fields["reduction"] = "sum" if each else args.reduction
     student = Arguments(labels=args.labels, **fields)
-    options, arrays = bind(student, recompute=each, scalars=scalars_of(args))
+    options, arrays = bind(student, recompute=each, caller=args)
     with of_teacher():
         of_head, teacher = bind_teacher(args, options, arrays)
     if args.vocab == "intersect":
@@ -349,7 +349,7 @@ def logits_divergence(args: LogitsDivergenceArguments) -> DivergenceOutput[jax.A
     names = [x for x in LogitsArguments._fields if x in LogitsDivergenceArguments._fields]
     fields = {name: getattr(args, name) for name in names}
     of_logits = LogitsArguments(labels=labels_for(args.logits, None), **fields)
-    options, arrays = bind_logits(of_logits, scalars_of(args))
+    options, arrays = bind_logits(of_logits, args)
     with of_teacher():
         columns = args.logits.shape[-1]
         teacher_options, teacher = logits_teacher(

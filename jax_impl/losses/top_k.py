@@ -24,7 +24,7 @@ from xentlib.checks.divergence import (
 from xentlib.checks.soft_labels import check_none
 from xentlib.divergence import DivergenceOutput
 from xentlib.jax.array_spec import array, array_spec, concrete_on_cpu, only_arrays
-from xentlib.jax.binding import bind, scalars_of
+from xentlib.jax.binding import bind
 from xentlib.jax.core.algebra import exp
 from xentlib.jax.core.call import (
     Arrays,
@@ -141,7 +141,7 @@ def top_k_divergence(args: DivergenceArguments) -> DivergenceOutput[Any]:
     each, names = args.reduction == "none", args.outputs
     fields |= {"reduction": "sum" if each else args.reduction, "entropy": "entropy" in names}
     student = Arguments(labels=labels_for(args.hidden, args.labels), **fields)
-    options, arrays = bind(student, recompute=True, scalars=scalars_of(args))
+    options, arrays = bind(student, recompute=True, caller=args)
     assert arrays.weight is not None
     columns = arrays.weight.shape[int(options.transposed)]
     classes = options.axis.vocab_size if options.axis else columns

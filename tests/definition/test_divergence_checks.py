@@ -107,13 +107,24 @@ BAD: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "outputs": ({"outputs": ("lse",)}, ValueError, "`outputs` must be a tuple of names from "),
     "one output": ({"outputs": "divergence"}, ValueError, "`outputs` must be a tuple of names"),
     "gather": ({"gather": "stream"}, ValueError, "`gather` must be "),
+    "a softcap in words": (
+        {"softcap": "a"},
+        ValueError,
+        "`softcap` must be None, a positive number",
+    ),
+    "softcaps": ({"softcap": [1.0]}, ValueError, "`softcap` must be None, a positive number"),
+    "two softcaps": (
+        {"softcap": zeros(2)},
+        ValueError,
+        "`softcap` must be None, a positive number",
+    ),
     "a misspelt name": ({"temprature": 2.0}, TypeError, "`temprature` is not an argument"),
 }
 
 
 def call(backend: str, function: str, arguments: dict[str, Any]) -> Any:
     def crossed(x: Any, cross: Any) -> Any:
-        if isinstance(x, (TeacherHead, TeacherLogits)):
+        if isinstance(x, (TeacherHead, TeacherLogits, TeacherTopK)):
             return type(x)(*(crossed(y, cross) for y in x))
         return cross(x, copy=True) if isinstance(x, np.ndarray) else x
 
@@ -135,6 +146,16 @@ def test_each_is_said_in_one_sentence(backend: str, name: str) -> None:
     with pytest.raises(error) as caught:
         call(backend, "chunked_divergence", {**GOOD, **changes})
     assert caught.type is error
+    assert message in str(caught.value)
+
+
+@pytest.mark.parametrize("name", [x for x in BAD if "softcap" in x])
+def test_the_same_of_a_teachers_most_probable_classes(backend: str, name: str) -> None:
+    changes, error, message = BAD[name]
+    log_q = np.log(zeros(N, 2) + np.float32(0.4))
+    teacher = TeacherTopK(np.tile(np.arange(2), (N, 1)), log_q)
+    with pytest.raises(error) as caught:
+        call(backend, "chunked_divergence", {**GOOD, **changes, "teacher": teacher})
     assert message in str(caught.value)
 
 

@@ -28,6 +28,8 @@ from helpers.mesh_jax import mesh_of  # noqa: E402
 from xentlib.jax import (  # noqa: E402
     LinenNLLHead,
     NLLHead,
+    TeacherHead,
+    chunked_divergence,
     chunked_logprobs,
     chunked_nll,
     vocab_parallel_logprobs,
@@ -390,3 +392,9 @@ def test_of_given_logits_too(argument: str) -> None:
     assert vocab_parallel_logprobs(**good).logprobs.shape == (N,)
     with pytest.raises(TypeError, match=f"`{argument}` must be a JAX or NumPy array; got list"):
         vocab_parallel_logprobs(**good | {argument: [1, 2]})
+
+
+def test_a_softcap_of_a_divergence_may_be_a_variable():
+    cap, teacher = jnp.float32(5.0), TeacherHead(-HIDDEN, WEIGHT)
+    loss = jax.jit(lambda cap: chunked_divergence(HIDDEN, WEIGHT, teacher, softcap=cap).loss)
+    assert loss(nnx.Param(cap)) == loss(cap) != loss(2 * cap)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from xentlib.algebra import WantedStats
-from xentlib.arguments import SCALARS, Arguments, LogitsArguments, Scalars
+from xentlib.arguments import SCALARS, Arguments, DivergenceArguments, LogitsArguments
 from xentlib.checks.call import CALLS, NLLProblem, check_top_k
 from xentlib.checks.classes import KEPT, check_classes
 from xentlib.logprobs import LogprobOutput
@@ -216,17 +216,17 @@ class FewClasses(NamedTuple):
     """A divergence that is made of the results: what all ranks must have the same of it."""
 
     kind: float = 0.0
-    scalars: Scalars | None = None
+    args: DivergenceArguments | None = None
     teacher: Tensor | None = None
 
 
 def class_results(args: Arguments, divergence: FewClasses | None = None) -> ClassResults:
     """Of a call with `kept`, `ids` or `top_k`."""
-    kind, scalars, teacher = divergence or FewClasses()
+    kind, caller, teacher = divergence or FewClasses()
 
     @with_head(recompute=True)
     def placed(args: Arguments, local: RowLayout | None = None) -> ClassResults:
-        args, problem, call = bind("chunked_logprobs", args, local, scalars)
+        args, problem, call = bind("chunked_logprobs", args, local, caller)
         check_top_k(args.top_k, None if call.rows.group else problem.vocab_size)
         check_classes(*map(array_spec, (args.kept, args.ids, args.hidden)), source="hidden")
         call, kept_count = with_ids(args, call)

@@ -32,7 +32,7 @@ from xentlib.divergence import DivergenceOutput
 from xentlib.options import DIVERGENCE_OUTPUTS
 from xentlib.teacher import TeacherTopK
 from xentlib.torch.array_spec import as_tensor, only_tensors, with_leading
-from xentlib.torch.binding import bind, bind_logits, scalars_of, tokens
+from xentlib.torch.binding import bind, bind_logits, tokens
 from xentlib.torch.core.gemm import power_of_two
 from xentlib.torch.core.gradients import Gradients, fake_gradients
 from xentlib.torch.core.loop import HeadLoop, run
@@ -273,7 +273,7 @@ def placed_divergence(
 ) -> DivergenceOutput[Tensor]:
     """With the student's head as this rank multiplies with it."""
     DIVERGING.require("stream", student.gather != "stream")
-    student, problem, call = bind(FUNCTION, student, local, scalars_of(args))
+    student, problem, call = bind(FUNCTION, student, local, args)
     divisor = as_tensor(args.denominator, None, call.hidden, call.compute_dtype)
     with ExitStack() as opened, of_teacher():
         teacher = teacher_call(args, student, call, problem, opened)
@@ -334,7 +334,7 @@ def logits_divergence(args: LogitsDivergenceArguments) -> DivergenceOutput[Tenso
     fields = {name: getattr(args, name) for name in names}
     labels = labels_for(args.logits, None, args.where)
     of_logits = LogitsArguments(labels=labels, **fields)
-    bound, problem, call = bind_logits(LOGITS_FUNCTION, of_logits, scalars_of(args))
+    bound, problem, call = bind_logits(LOGITS_FUNCTION, of_logits, args)
     with of_teacher():
         columns = None if call.rows.group else problem.columns
         teacher = logits_teacher(args.teacher, bound, call, problem, columns)

@@ -30,7 +30,7 @@ from xentlib.options import DIVERGENCES, TAILS
 from xentlib.teacher import TeacherLogits, TeacherTopK
 from xentlib.top_k import TopK
 from xentlib.torch.array_spec import array_spec, as_tensor, only_tensors
-from xentlib.torch.binding import scalars_of, tokens
+from xentlib.torch.binding import tokens
 from xentlib.torch.core.classes import CLASSES
 from xentlib.torch.core.device import host_readable, onto
 from xentlib.torch.losses.classes import FewClasses, class_results
@@ -114,7 +114,7 @@ def few_classes(args: DivergenceArguments, teacher: TeacherTopK[Tensor]) -> FewC
     more = 4 * mean + 2 * args.temperature_squared + (args.reduction == "none")
     probs = torch.where(teacher.ids >= 0, teacher.logprobs.detach().exp(), 0.0)
     number = 1.0 + kind + 8 * tail + 64 * more
-    return FewClasses(number, scalars_of(args), probs.reshape(-1, probs.shape[-1]))
+    return FewClasses(number, args, probs.reshape(-1, probs.shape[-1]))
 
 
 def check_temperatures(call: Any, stored: Any) -> None:
