@@ -19,7 +19,9 @@ pytestmark = pytest.mark.torch
 from torch.utils.checkpoint import checkpoint  # noqa: E402
 
 from helpers.leaves_torch import CHUNKED, OUTPUTS, hold_leaves, loss_and_gradients, same, tensors  # noqa: E402
+from xentlib import torch as X  # noqa: E402
 from xentlib.torch import chunked_nll  # noqa: E402
+from xentlib.torch.core.loop import HeadLoop  # noqa: E402
 
 
 def test_autocast_with_float32_master_weights():
@@ -40,6 +42,42 @@ def test_autocast_with_float32_master_weights():
     for mine, theirs in zip(got, plain[1:]):
         assert same(mine.to(theirs.dtype), theirs)
     assert not same(out.loss, loss_and_gradients(leaves, p.upstream)[0])  # autocast did something
+
+
+CALLS = {
+    "nll": lambda x, w, y, z: X.chunked_nll(x, w, y).loss,
+    "probabilities": lambda x, w, y, z: X.chunked_nll(x, w, z.detach().softmax(-1)).loss,
+    "logprobs": lambda x, w, y, z: X.chunked_logprobs(x, w, y).logprobs.sum(),
+    "kept": lambda x, w, y, z: X.chunked_logprobs(x, w, y, kept=y[:, None]).lse.sum(),
+    "divergence": lambda x, w, y, z: X.chunked_divergence(x, w, X.TeacherLogits(-z.detach())).loss,
+    "each": lambda x, w, y, z: X.chunked_divergence(
+        x, w, X.TeacherLogits(-z.detach()), reduction="none"
+    ).loss.sum(),
+    "of logits": lambda x, w, y, z: X.vocab_parallel_logprobs(z, y).logprobs.sum(),
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_no_operator_runs_under_autocast(name, monkeypatch):
+    """In either direction: its products have dtypes of their own."""
+    device, under = torch.get_default_device().type, []
+    start = HeadLoop.__init__
+
+    def noted(self, *args, **kwargs):
+        under.append(torch.is_autocast_enabled(device))
+        start(self, *args, **kwargs)
+
+    monkeypatch.setattr(HeadLoop, "__init__", noted)
+    leaves = [torch.randn(shape, requires_grad=True) for shape in ((5, 3), (13, 3), (5, 13))]
+    x, w, z = leaves
+    for active in (True, False):
+        with torch.autocast(device, torch.bfloat16, enabled=active):
+            loss = CALLS[name](x, w, torch.arange(5), z)
+            forward = len(under)
+            torch.autograd.grad(loss, leaves, allow_unused=True)
+            assert torch.is_autocast_enabled(device) == active
+    assert len(under) > forward or name in ("nll", "probabilities", "divergence")
+    assert not any(under)
 
 
 @pytest.mark.parametrize("tokens", [40])
