@@ -203,8 +203,8 @@ def pass_of(device: str, tokens: int, vocab: int, many: list[int], clock: Clock)
     """The pass over logits by warps of a program and by registers of a thread, 0 for as many as it
     wants, beside a sum and a copy, which read and write what it does."""
     import xentlib.torch.triton.launch as launch
-    from xentlib.algebra import WantedStats
     from xentlib.arguments import Scalars
+    from xentlib.math.softmax import WantedStats
     from xentlib.torch.core.kernels import DzOutput, LogitsBlock, LogitTransform, LossTerms
 
     if device != "cuda":

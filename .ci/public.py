@@ -174,6 +174,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from xentlib.labels import SoftLabels
 from xentlib.options import (
     ComputeDtype,
     Divergence,
@@ -185,11 +186,10 @@ from xentlib.options import (
     Vocab,
     WeightLayout,
 )
-from xentlib.soft_labels import SoftLabels
 from xentlib.teacher import TeacherHead, TeacherLogits, TeacherTopK
 
 if TYPE_CHECKING:
-    from xentlib.plan import VocabShard
+    from xentlib.shards import VocabShard
 
 __all__ = [
     "SCALARS",
@@ -240,11 +240,11 @@ def public_module(column: str, definitions: dict[str, Definition]) -> str:
                 ("xentlib.arguments", CLASSES),
                 ("xentlib.checks.call", "known_names"),
                 ("xentlib.logprobs", "LogprobOutput"),
-                *((("xentlib.lora", "LowRankHead"),) if "LowRankHead" in head else ()),
+                *((("xentlib.head", "LowRankHead"),) if "LowRankHead" in head else ()),
                 ("xentlib.nll", "NLLOutput"),
                 ("xentlib.options", OPTIONS),
-                ("xentlib.plan", "VocabShard"),
-                ("xentlib.soft_labels", "SoftLabels"),
+                ("xentlib.shards", "VocabShard"),
+                ("xentlib.labels", "SoftLabels"),
                 ("xentlib.teacher", "TeacherHead, TeacherLogits, TeacherTopK"),
                 (f"{package}.losses.logprobs", "head_logprobs, logits_logprobs"),
                 (f"{package}.losses.index", "nll"),

@@ -9,6 +9,7 @@ except ModuleNotFoundError as missing:
 
     refuse_missing(missing, "jax", "JAX")
 
+from xentlib.head import LowRankHead
 from xentlib.jax.api import (
     chunked_divergence,
     chunked_logprobs,
@@ -16,11 +17,10 @@ from xentlib.jax.api import (
     vocab_parallel_divergence,
     vocab_parallel_logprobs,
 )
+from xentlib.labels import SoftLabels
 from xentlib.lazy import loading
 from xentlib.logprobs import LogprobOutput
-from xentlib.lora import LowRankHead
 from xentlib.nll import NLLOutput
-from xentlib.soft_labels import SoftLabels
 from xentlib.teacher import TeacherHead, TeacherLogits, TeacherTopK
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from xentlib.jax.labels import next_token_labels
     from xentlib.jax.module import LinenNLLHead, NLLHead
     from xentlib.jax.segments import segment_mean, segment_sum
-    from xentlib.plan import PaddedVocab, VocabShard
+    from xentlib.shards import PaddedVocab, VocabShard
     from xentlib.tools.crosscheck import CrossCheckError
 
 __all__ = [
@@ -87,7 +87,7 @@ if not TYPE_CHECKING:
             "xentlib.jax.labels": "next_token_labels",
             "xentlib.jax.module": "LinenNLLHead NLLHead",
             "xentlib.jax.segments": "segment_mean segment_sum",
-            "xentlib.plan": "PaddedVocab VocabShard",
+            "xentlib.shards": "PaddedVocab VocabShard",
             "xentlib.tools.crosscheck": "CrossCheckError",
         },
     )

@@ -19,6 +19,7 @@ from xentlib.arguments import (
 from xentlib.checks.call import known_names
 from xentlib.jax.losses.index import nll
 from xentlib.jax.losses.logprobs import head_logprobs, logits_logprobs
+from xentlib.labels import SoftLabels
 from xentlib.logprobs import LogprobOutput
 from xentlib.nll import NLLOutput
 from xentlib.options import (
@@ -32,8 +33,7 @@ from xentlib.options import (
     Vocab,
     WeightLayout,
 )
-from xentlib.plan import VocabShard
-from xentlib.soft_labels import SoftLabels
+from xentlib.shards import VocabShard
 from xentlib.teacher import TeacherHead, TeacherLogits, TeacherTopK
 
 if TYPE_CHECKING:

@@ -11,10 +11,9 @@ from jax import lax
 
 from xentlib.arguments import Arguments, LogitsArguments, Scalars
 from xentlib.checks.call import CALLS, check_head, check_logits, check_reduction
-from xentlib.checks.lora import check_low_rank, check_low_rank_here
+from xentlib.checks.head import check_low_rank, check_low_rank_here
 from xentlib.checks.shards import SHARDS, check_route, check_route_here
 from xentlib.checks.validators import plain_args
-from xentlib.dtypes import ITEMSIZE
 from xentlib.jax.array_spec import (
     ARRAYS,
     array,
@@ -31,6 +30,7 @@ from xentlib.jax.core.tokens import check_labels, check_values
 from xentlib.jax.core.vocab import axis_for, axis_of, varies_over
 from xentlib.jax.head import described, head_of, unwrapped_args
 from xentlib.jax.placement import alone, axes_of, placed
+from xentlib.options import ITEMSIZE
 
 # Arrays of a call that a trace takes as they are.
 AS_GIVEN = ("hidden", "weight", "labels", "bias", "where", "token_weights", "class_weights")

@@ -14,10 +14,10 @@ import numpy as np
 from jax import lax
 
 from xentlib.arguments import Arguments
-from xentlib.checks.call import is_soft
+from xentlib.checks.call import is_soft, resolve_dtypes
 from xentlib.checks.crosscheck import check_traced_step
 from xentlib.checks.validators import plain_args
-from xentlib.dtypes import resolve_dtypes
+from xentlib.head import LowRankHead
 from xentlib.jax.array_spec import is_array
 from xentlib.jax.crosscheck_devices import (
     HEAD,
@@ -30,7 +30,6 @@ from xentlib.jax.crosscheck_devices import (
 from xentlib.jax.derivatives import primal_values, refused, wanted
 from xentlib.jax.head import head_of, unwrapped_args
 from xentlib.jax.losses.index import nll
-from xentlib.lora import LowRankHead
 from xentlib.nll import OUTPUTS, NLLOutput
 from xentlib.options import RULES
 from xentlib.tools.crosscheck import CheckedCall, CrossCheckError, Schedule

@@ -17,8 +17,8 @@ import numpy as np
 from jax import lax
 
 from xentlib.arguments import Arguments
+from xentlib.head import LowRankHead
 from xentlib.jax.core.vocab import axis_of, checks_types, varies_over, vary, varying
-from xentlib.lora import LowRankHead
 from xentlib.tools.crosscheck import CrossCheckError
 from xentlib.tools.recompute.call import Ranks
 

@@ -13,8 +13,9 @@ import jax
 import jax.numpy as jnp
 
 from xentlib.arguments import Arguments
-from xentlib.checks.module import MODULES, check_beside_module, refuse_module
+from xentlib.checks.head import MODULES, check_beside_module, refuse_module
 from xentlib.checks.validators import Args, ArraySpec, plain
+from xentlib.head import LowRankHead
 from xentlib.jax.array_spec import (
     ARRAYS,
     array_spec,
@@ -23,7 +24,6 @@ from xentlib.jax.array_spec import (
     is_array,
     refuse_array,
 )
-from xentlib.lora import LowRankHead
 from xentlib.options import WeightLayout
 
 OURS = ("xentlib.jax.module", "NLLHead", "LinenNLLHead")

@@ -19,7 +19,7 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 from xentlib.arguments import Arguments
-from xentlib.checks.module import check_head_options, check_kept_option, check_linear
+from xentlib.checks.head import check_head_options, check_kept_option, check_linear
 from xentlib.checks.placement import PLACEMENTS
 from xentlib.jax.api import chunked_logprobs, chunked_nll
 from xentlib.jax.core.call import Placement
@@ -29,7 +29,7 @@ from xentlib.jax.placement import axes_of, place
 from xentlib.logprobs import LogprobOutput
 from xentlib.nll import NLLOutput
 from xentlib.options import WeightLayout
-from xentlib.plan import PaddedVocab
+from xentlib.shards import PaddedVocab
 
 # Attributes of a layer that a head is made of: of `nnx.Embed` too, and of `nnx.Linear` alone.
 SHARED = ("dtype", "param_dtype", "promote_dtype")

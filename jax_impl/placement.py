@@ -15,15 +15,15 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from xentlib.arguments import Arguments
-from xentlib.checks.shards import check_route, check_rows_stay, check_shards
-from xentlib.checks.validators import check_floating, plain
+from xentlib.checks.shards import check_route, check_rows_stay
+from xentlib.checks.validators import check_floating, check_shards, plain
+from xentlib.head import LowRankHead
 from xentlib.jax.array_spec import array_spec
 from xentlib.jax.core.call import Arrays, Axes, Options, Placement, flat
 from xentlib.jax.core.device import target_of
 from xentlib.jax.core.logits import is_size
 from xentlib.jax.core.vocab import Axis
-from xentlib.lora import LowRankHead
-from xentlib.plan import PaddedVocab
+from xentlib.shards import PaddedVocab
 
 T = TypeVar("T")
 Function = Callable[[Options, Arrays], T]

@@ -9,11 +9,11 @@ except ModuleNotFoundError as missing:
 
     refuse_missing(missing, "torch", "PyTorch")
 
+from xentlib.head import LowRankHead
+from xentlib.labels import SoftLabels
 from xentlib.lazy import loading
 from xentlib.logprobs import LogprobOutput
-from xentlib.lora import LowRankHead
 from xentlib.nll import NLLOutput
-from xentlib.soft_labels import SoftLabels
 from xentlib.teacher import TeacherHead, TeacherLogits, TeacherTopK
 from xentlib.torch.api import (
     chunked_divergence,
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     )
     from xentlib.collectives import Collective, CollectiveCount
     from xentlib.divergence import DivergenceOutput
-    from xentlib.plan import PaddedVocab, VocabShard
+    from xentlib.shards import PaddedVocab, VocabShard
     from xentlib.tools.crosscheck import CrossCheckError
     from xentlib.torch.accumulate import TokenNormalizer
     from xentlib.torch.collectives import count_collectives
@@ -88,7 +88,7 @@ if not TYPE_CHECKING:
             "WindowStats",
             "xentlib.collectives": "Collective CollectiveCount",
             "xentlib.divergence": "DivergenceOutput",
-            "xentlib.plan": "PaddedVocab VocabShard",
+            "xentlib.shards": "PaddedVocab VocabShard",
             "xentlib.tools.crosscheck": "CrossCheckError",
             "xentlib.torch.accumulate": "TokenNormalizer",
             "xentlib.torch.collectives": "count_collectives",

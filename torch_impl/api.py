@@ -17,8 +17,9 @@ from xentlib.arguments import (
     LogitsDivergenceArguments,
 )
 from xentlib.checks.call import known_names
+from xentlib.head import LowRankHead
+from xentlib.labels import SoftLabels
 from xentlib.logprobs import LogprobOutput
-from xentlib.lora import LowRankHead
 from xentlib.nll import NLLOutput
 from xentlib.options import (
     ComputeDtype,
@@ -31,8 +32,7 @@ from xentlib.options import (
     Vocab,
     WeightLayout,
 )
-from xentlib.plan import VocabShard
-from xentlib.soft_labels import SoftLabels
+from xentlib.shards import VocabShard
 from xentlib.teacher import TeacherHead, TeacherLogits, TeacherTopK
 from xentlib.torch.losses.index import nll
 from xentlib.torch.losses.logprobs import head_logprobs, logits_logprobs

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from xentlib.arguments import Arguments, LogitsArguments, Scalars
 from xentlib.checks.call import LogitsProblem, NLLProblem, check_head, check_logits
-from xentlib.checks.lora import check_low_rank
+from xentlib.checks.head import check_low_rank
 from xentlib.checks.validators import plain_args
 from xentlib.torch.array_spec import (
     array_spec,

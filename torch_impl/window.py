@@ -13,9 +13,9 @@ from torch import Tensor
 
 from xentlib.accumulate import CountMismatchError, WindowState, WindowStateError, WindowStats
 from xentlib.checks.window import WINDOWS, check_counted
+from xentlib.labels import SoftLabels
 from xentlib.nll import NLLOutput
 from xentlib.results import is_loss_output
-from xentlib.soft_labels import SoftLabels
 from xentlib.torch.array_spec import array_spec
 from xentlib.torch.core.device import onto
 from xentlib.torch.micro_batch import known, loss_and_count

@@ -11,12 +11,17 @@ from xentlib.lazy import loading
 
 if TYPE_CHECKING:
     from xentlib.nll import NLLOutput
-    from xentlib.plan import ChunkPlan, PaddedVocab, VocabShard, plan_chunks
+    from xentlib.plan import ChunkPlan, plan_chunks
+    from xentlib.shards import PaddedVocab, VocabShard
 
 __all__ = ["ChunkPlan", "NLLOutput", "PaddedVocab", "VocabShard", "__version__", "plan_chunks"]
 
 __version__ = "0.1.0"
 __getattr__ = loading(
     __name__,
-    {"xentlib.nll": "NLLOutput", "xentlib.plan": "ChunkPlan PaddedVocab VocabShard plan_chunks"},
+    {
+        "xentlib.nll": "NLLOutput",
+        "xentlib.plan": "ChunkPlan plan_chunks",
+        "xentlib.shards": "PaddedVocab VocabShard",
+    },
 )

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from xentlib.labels import SoftLabels
 from xentlib.options import (
     ComputeDtype,
     Divergence,
@@ -20,11 +21,10 @@ from xentlib.options import (
     Vocab,
     WeightLayout,
 )
-from xentlib.soft_labels import SoftLabels
 from xentlib.teacher import TeacherHead, TeacherLogits, TeacherTopK
 
 if TYPE_CHECKING:
-    from xentlib.plan import VocabShard
+    from xentlib.shards import VocabShard
 
 __all__ = [
     "SCALARS",

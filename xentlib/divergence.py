@@ -35,7 +35,7 @@ from xentlib.results import not_a_tensor
 from xentlib.teacher import TeacherHead, TeacherLogits, TeacherTopK
 
 if TYPE_CHECKING:
-    from xentlib.plan import VocabShard
+    from xentlib.shards import VocabShard
 
 __all__ = ["DivergenceOutput", "chunked_divergence", "vocab_parallel_divergence"]
 

@@ -1,10 +1,26 @@
-"""Which label belongs to which token: the definition that both backends carry out."""
+"""Labels: which one belongs to which token, and probabilities of classes in place of one class."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Generic, NamedTuple, TypeVar
 
-__all__ = ["next_token_labels"]
+__all__ = ["SoftLabels", "next_token_labels"]
+
+A = TypeVar("A")  # a tensor or an array of the backend
+
+
+class SoftLabels(NamedTuple, Generic[A]):
+    """Probabilities of a few classes of each token, for `labels` in place of an array of all
+    classes: the others have 0. No gradient is computed of it.
+
+    Attributes:
+        ids: [..., K] integers, the classes of each token, -1 where there are fewer; what a class
+            that is there twice has adds up.
+        probs: [..., K] floating, their probabilities; anything where the id is -1.
+    """
+
+    ids: A
+    probs: A
 
 
 def next_token_labels(

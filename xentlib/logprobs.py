@@ -18,12 +18,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
 
 from xentlib.arguments import Array, Head
+from xentlib.labels import SoftLabels
 from xentlib.options import ComputeDtype, Gather, WeightLayout
 from xentlib.results import not_a_tensor
-from xentlib.soft_labels import SoftLabels
 
 if TYPE_CHECKING:
-    from xentlib.plan import VocabShard
+    from xentlib.shards import VocabShard
 
 __all__ = ["LogprobOutput", "chunked_logprobs", "vocab_parallel_logprobs"]
 

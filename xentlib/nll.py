@@ -25,9 +25,9 @@ from collections.abc import Sequence
 from typing import Any, Generic, NamedTuple, TypeVar
 
 from xentlib.arguments import Array, Head
+from xentlib.labels import SoftLabels
 from xentlib.options import OUTPUTS, ComputeDtype, Gather, OutputName, Reduction, WeightLayout
 from xentlib.results import not_a_tensor
-from xentlib.soft_labels import SoftLabels
 
 __all__ = ["OUTPUTS", "NLLOutput", "chunked_nll"]
 

@@ -1,5 +1,5 @@
 """What an option may be: types for an editor, which are also what the checks accept, and a rule for
-each number."""
+each number; and which dtypes an array may have."""
 
 from __future__ import annotations
 
@@ -11,7 +11,11 @@ __all__ = [
     "DIVERGENCES",
     "DIVERGENCE_OUTPUTS",
     "EMPTY",
+    "FLOATS",
     "GATHERS",
+    "INT32",
+    "INTEGERS",
+    "ITEMSIZE",
     "KERNELS",
     "KERNELS_ENV",
     "LAYOUTS",
@@ -75,6 +79,13 @@ DIVERGENCE_OUTPUTS: tuple[DivergenceOutputName, ...] = get_args(DivergenceOutput
 MODES: tuple[Mode, ...] = get_args(Mode)
 EMPTY: tuple[Empty, ...] = get_args(Empty)
 NONFINITE: tuple[NonFinite, ...] = get_args(NonFinite)
+
+# Dtypes by name.
+ITEMSIZE = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
+FLOATS = ("float16", "bfloat16", "float32", "float64")
+# uint64 has ids that no signed index can hold.
+INTEGERS = ("int8", "int16", "int32", "int64", "uint8", "uint16", "uint32")
+INT32 = 2**31 - 1
 
 
 class Rule(NamedTuple):

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from xentlib.algebra import Algebra
+from xentlib.math.softmax import Algebra
 
 
 def exp(x: jax.Array) -> jax.Array:

@@ -16,8 +16,8 @@ from jax import lax
 
 from xentlib.jax.core.call import Arrays, Options
 from xentlib.jax.core.vocab import checks_types, varying
-from xentlib.plan import VocabShard
-from xentlib.soft_labels import SOFT_LABELS
+from xentlib.math.soft_labels import SOFT_LABELS
+from xentlib.shards import VocabShard
 
 
 class RankConsistency(NamedTuple):

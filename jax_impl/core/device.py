@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import AxisType
 
-from xentlib.algebra import BLOCK_COLUMNS
+from xentlib.math.softmax import BLOCK_COLUMNS
 from xentlib.plan import (
     CPU_COLUMN_MULTIPLE,
     GPU_COLUMN_MULTIPLE,

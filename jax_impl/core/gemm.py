@@ -13,8 +13,8 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental.layout import Layout, with_layout_constraint
 
-from xentlib.algebra import BLOCK_COLUMNS
 from xentlib.jax.core.device import device_info
+from xentlib.math.softmax import BLOCK_COLUMNS
 
 MANTISSA = {"bfloat16": (8, 7), "float16": (5, 10)}
 # float16 is normal from here on; below, its numbers are the multiples of 2^-24.

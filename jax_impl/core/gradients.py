@@ -12,7 +12,6 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from xentlib.algebra import Coefficients
 from xentlib.jax.core.call import DIFFERENTIATED, Options, own_piece
 from xentlib.jax.core.device import as_bits, device_info
 from xentlib.jax.core.gemm import contract, round_to
@@ -21,6 +20,7 @@ from xentlib.jax.core.logits import Chunk, ChunkedLogits
 from xentlib.jax.core.lora import backprop_lora, from_hidden, to_a, to_b
 from xentlib.jax.core.vocab import as_primal
 from xentlib.jax.derivatives import Needs
+from xentlib.math.softmax import Coefficients
 
 # float16 has no room for p / N: dz carries a power of two that puts the largest factor here, where
 # p is normal down to 2^-24 and dz may still grow 32-fold.

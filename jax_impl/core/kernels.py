@@ -12,7 +12,6 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from xentlib.algebra import FLOOR, BlockStats, Coefficients, WantedStats
 from xentlib.arguments import Scalars
 from xentlib.jax.core.algebra import exp
 from xentlib.jax.core.device import device_info
@@ -33,6 +32,7 @@ from xentlib.jax.core.layout import (
     to_rows,
 )
 from xentlib.jax.core.tokens import ELSEWHERE, FurtherClasses
+from xentlib.math.softmax import FLOOR, BlockStats, Coefficients, WantedStats
 
 
 class LogitTransform(NamedTuple):

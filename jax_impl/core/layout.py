@@ -20,8 +20,8 @@ import numpy as np
 from jax import lax
 from jax.experimental.layout import Layout, with_layout_constraint
 
-from xentlib.algebra import BLOCK_COLUMNS
 from xentlib.jax.core.device import device_info
+from xentlib.math.softmax import BLOCK_COLUMNS
 
 
 def from_rows(x_TV: jax.Array) -> jax.Array:

@@ -20,7 +20,8 @@ from xentlib.jax.core.layout import from_rows
 from xentlib.jax.core.lora import LoraActivations, LowRank, activations_of, add_logits, low_rank
 from xentlib.jax.core.tokens import Tokens, select_tokens
 from xentlib.jax.core.vocab import shard_here
-from xentlib.plan import MAX_ROWS, ChunkPlan, VocabShard, pad_rows, plan_chunks
+from xentlib.plan import MAX_ROWS, ChunkPlan, pad_rows, plan_chunks
+from xentlib.shards import VocabShard
 
 # Of a program exported for any number of them: chunks of as many rows as there can be.
 UNKNOWN_TOKENS = 2 * MAX_ROWS

@@ -11,14 +11,14 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from xentlib.algebra import TokenStats, WantedStats
 from xentlib.jax.core.algebra import exp
 from xentlib.jax.core.kernels import Logits, is_target
 from xentlib.jax.core.layout import of_width, per_token, sums_by_blocks, width
 from xentlib.jax.core.logits import Chunk, ChunkedLogits, logits_of
 from xentlib.jax.core.stats import stats_of
 from xentlib.jax.core.vocab import sum_blocks
-from xentlib.pairs import DzTerms, Pairs, PairSums
+from xentlib.math.divergence import DzTerms, Pairs, PairSums
+from xentlib.math.softmax import TokenStats, WantedStats
 
 
 class PairTerms(NamedTuple):

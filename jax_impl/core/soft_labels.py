@@ -1,5 +1,5 @@
 """Logits of a head, or given, and the class probabilities of their tokens beside them: steps 2 to 6
-of `xentlib.soft_labels`.
+of `xentlib.math.soft_labels`.
 
 Shapes: N tokens, K classes of each, V vocabulary, T tokens of a chunk.
 """
@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from xentlib.algebra import WantedStats
 from xentlib.jax.core.algebra import ALGEBRA, exp
 from xentlib.jax.core.kernels import Logits
 from xentlib.jax.core.layout import (
@@ -28,8 +27,9 @@ from xentlib.jax.core.loop import at_rows
 from xentlib.jax.core.pairs import ChunkValues, PairTerms, restored
 from xentlib.jax.core.stats import over_shards
 from xentlib.jax.core.vocab import sum_blocks
-from xentlib.pairs import DzTerms
-from xentlib.soft_labels import CrossEntropy, Largest, SoftSums
+from xentlib.math.divergence import DzTerms
+from xentlib.math.soft_labels import CrossEntropy, Largest, SoftSums
+from xentlib.math.softmax import WantedStats
 
 
 class SoftLogits(NamedTuple):

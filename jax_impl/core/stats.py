@@ -8,19 +8,13 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from xentlib.algebra import (
-    BLOCK_COLUMNS,
-    BlockStats,
-    NonTargetStats,
-    TokenStats,
-    WantedStats,
-)
 from xentlib.jax.core.algebra import ALGEBRA
 from xentlib.jax.core.kernels import Logits
 from xentlib.jax.core.logits import Chunk, ChunkedLogits
 from xentlib.jax.core.loop import over_chunks
 from xentlib.jax.core.tokens import target_info
 from xentlib.jax.core.vocab import combine, varying
+from xentlib.math.softmax import BLOCK_COLUMNS, BlockStats, NonTargetStats, TokenStats, WantedStats
 
 
 def all_stats(

@@ -11,13 +11,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from xentlib.algebra import TargetInfo
 from xentlib.arguments import Arguments
 from xentlib.checks.call import CALLS
-from xentlib.dtypes import holds
+from xentlib.checks.validators import holds
 from xentlib.jax.array_spec import concrete_on_cpu
 from xentlib.jax.core.call import Arrays
-from xentlib.plan import VocabShard
+from xentlib.math.softmax import TargetInfo
+from xentlib.shards import VocabShard
 
 # The column of a class that is not among this device's: past any, however far zeros fill a head up.
 # No column equals it, `mode="clip"` reads the last one, and `mode="drop"` writes nothing.

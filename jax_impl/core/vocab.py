@@ -18,13 +18,13 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from xentlib.algebra import BlockStats, NonTargetStats
 from xentlib.arguments import Arguments
 from xentlib.checks.placement import PLACEMENTS
-from xentlib.checks.shards import SHARDS, check_shard, check_shards
-from xentlib.checks.validators import plain
+from xentlib.checks.shards import SHARDS, check_shard
+from xentlib.checks.validators import check_shards, plain
 from xentlib.jax.core.algebra import ALGEBRA
-from xentlib.plan import PaddedVocab, VocabShard
+from xentlib.math.softmax import BlockStats, NonTargetStats
+from xentlib.shards import PaddedVocab, VocabShard
 
 T = TypeVar("T")
 

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from flax.linen.spmd import logical_to_mesh_axes
 
 from xentlib.arguments import Arguments
-from xentlib.checks.module import refuse_module
+from xentlib.checks.head import refuse_module
 from xentlib.jax.losses.index import nll
 from xentlib.jax.placement import configured
 from xentlib.options import Gather

@@ -15,7 +15,7 @@ from flax import nnx
 from jax.interpreters import pxla
 
 from xentlib.arguments import Arguments
-from xentlib.checks.module import refuse_module
+from xentlib.checks.head import refuse_module
 from xentlib.jax.api import vocab_parallel_divergence, vocab_parallel_logprobs
 from xentlib.jax.losses.index import nll
 from xentlib.jax.placement import configured

@@ -1,5 +1,5 @@
 """Log-probabilities over a kept set and of several classes of each token, in JAX: what the traces
-give `xentlib.classes`.
+give `xentlib.math.classes`.
 
 Shapes: N tokens, K further classes, T tokens of a chunk, M = N filled up to chunks.
 """
@@ -14,11 +14,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from xentlib.algebra import Coefficients, NonTargetStats, WantedStats
 from xentlib.arguments import Arguments, LogitsArguments
 from xentlib.checks.call import CALLS, check_top_k
 from xentlib.checks.classes import KEPT, check_classes
-from xentlib.classes import Classes, Residuals, Upstream, Wanted
 from xentlib.jax.array_spec import array, array_spec, concrete_on_cpu
 from xentlib.jax.binding import bind, bind_logits
 from xentlib.jax.core.algebra import ALGEBRA
@@ -40,6 +38,8 @@ from xentlib.jax.derivatives import Needs, differentiable, primal_values, wanted
 from xentlib.jax.losses.loss import dz_with_target, head_gradients, in_chunks, logits_gradient
 from xentlib.jax.placement import run, whole_rows
 from xentlib.logprobs import LogprobOutput
+from xentlib.math.classes import Classes, Residuals, Upstream, Wanted
+from xentlib.math.softmax import Coefficients, NonTargetStats, WantedStats
 
 
 def row_sums(x: jax.Array) -> jax.Array:

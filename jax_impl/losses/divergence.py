@@ -12,7 +12,6 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from xentlib.algebra import WantedStats
 from xentlib.arguments import (
     Arguments,
     DivergenceArguments,
@@ -50,9 +49,10 @@ from xentlib.jax.losses.loss import (
 from xentlib.jax.losses.teacher import bind_teacher, labels_for, logits_teacher, of_both
 from xentlib.jax.micro_batch import labelled
 from xentlib.jax.placement import run, whole_rows
+from xentlib.math.divergence import DzTerms
+from xentlib.math.soft_labels import SOFT_LABELS
+from xentlib.math.softmax import WantedStats
 from xentlib.options import DIVERGENCE_OUTPUTS
-from xentlib.pairs import DzTerms
-from xentlib.soft_labels import SOFT_LABELS
 from xentlib.teacher import TeacherTopK
 
 FUNCTION = "chunked_divergence"

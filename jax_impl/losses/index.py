@@ -11,7 +11,6 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from xentlib.algebra import TokenStats, WantedStats, is_zero
 from xentlib.arguments import Arguments
 from xentlib.checks.call import is_soft
 from xentlib.jax.binding import bind
@@ -36,6 +35,7 @@ from xentlib.jax.head import unwrapped
 from xentlib.jax.losses.loss import reduced, scale_gradients, token_weights
 from xentlib.jax.micro_batch import labelled
 from xentlib.jax.placement import run, whole_rows
+from xentlib.math.softmax import TokenStats, WantedStats, is_zero
 from xentlib.nll import OUTPUTS, NLLOutput
 from xentlib.plan import schedule
 

@@ -12,7 +12,6 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from xentlib.algebra import FLOOR, Coefficients, TokenStats, WantedStats, is_zero
 from xentlib.arguments import Arguments, LogitsArguments
 from xentlib.checks.call import is_soft
 from xentlib.jax.binding import bind, bind_logits
@@ -28,6 +27,7 @@ from xentlib.jax.head import unwrapped
 from xentlib.jax.losses.loss import dz_with_target, head_gradients, in_chunks, logits_gradient
 from xentlib.jax.placement import run, whole_rows
 from xentlib.logprobs import LogprobOutput
+from xentlib.math.softmax import FLOOR, Coefficients, TokenStats, WantedStats, is_zero
 
 
 class Residuals(NamedTuple):

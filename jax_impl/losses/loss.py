@@ -12,7 +12,6 @@ from typing import Any, TypeVar
 import jax
 import jax.numpy as jnp
 
-from xentlib.algebra import Coefficients
 from xentlib.jax.core.call import Arrays, Options, of_all_tokens
 from xentlib.jax.core.device import as_bits, from_bits
 from xentlib.jax.core.gemm import round_to
@@ -23,6 +22,7 @@ from xentlib.jax.core.logits import Chunk, ChunkedLogits
 from xentlib.jax.core.loop import at_rows, over_chunks
 from xentlib.jax.core.vocab import agreed_upstream, as_primal, vary, varying
 from xentlib.jax.derivatives import Needs
+from xentlib.math.softmax import Coefficients
 
 T = TypeVar("T")
 

@@ -1,5 +1,5 @@
 """`chunked_nll` and `vocab_parallel_logprobs` of class probabilities, in JAX: the steps of
-`xentlib.soft_labels` in the traces of divergences.
+`xentlib.math.soft_labels` in the traces of divergences.
 
 Shapes: N tokens, V vocabulary, K classes of each, T tokens of a chunk.
 """
@@ -13,7 +13,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from xentlib.algebra import FLOOR, is_zero
 from xentlib.arguments import Arguments, LogitsArguments
 from xentlib.checks.soft_labels import SOFT, check_none, check_read, check_soft, check_soft_options
 from xentlib.divergence import DivergenceOutput
@@ -39,9 +38,11 @@ from xentlib.jax.losses.loss import in_chunks, logits_gradient
 from xentlib.jax.losses.teacher import classes_of, labels_for
 from xentlib.jax.micro_batch import labelled
 from xentlib.jax.placement import run
+from xentlib.labels import SoftLabels
 from xentlib.logprobs import LogprobOutput
+from xentlib.math.soft_labels import SOFT_LABELS, Largest
+from xentlib.math.softmax import FLOOR, is_zero
 from xentlib.nll import OUTPUTS, NLLOutput
-from xentlib.soft_labels import SOFT_LABELS, Largest, SoftLabels
 
 
 def soft_nll(args: Arguments, place: Placement | None = None) -> NLLOutput[Any]:

@@ -1,5 +1,5 @@
-"""Divergences from a teacher's most probable classes in JAX: `xentlib.top_k` between the traces of
-`xentlib.classes` and of divergences of given logits.
+"""Divergences from a teacher's most probable classes in JAX: `xentlib.math.top_k` between the
+traces of `xentlib.math.classes` and of divergences of precomputed logits.
 
 Shapes: N tokens, K classes.
 """
@@ -40,8 +40,8 @@ from xentlib.jax.losses.divergence import OF_STUDENT, _divergence_vjp, output_of
 from xentlib.jax.losses.loss import reduced, token_weights
 from xentlib.jax.losses.teacher import labels_for
 from xentlib.jax.placement import run
+from xentlib.math.top_k import TopK
 from xentlib.teacher import TeacherTopK
-from xentlib.top_k import TopK
 
 
 def of_few(

@@ -10,7 +10,7 @@ import pytest
 
 from helpers.refusals import Bad, H, N, V, call, check_both, check_refusal, zeros
 from xentlib import logprobs, nll
-from xentlib.checks.names import INSTEAD
+from xentlib.checks.call import INSTEAD
 from xentlib.contract import check, failures
 from xentlib.interop import to_jax, to_torch
 

@@ -12,14 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from xentlib import ChunkPlan, plan_chunks
-from xentlib.plan import (
-    default_chunk_bytes,
-    exchanges_per_chunk,
-    gpu_time,
-    pad_rows,
-    peak_bytes,
-    shard_of,
-)
+from xentlib.plan import default_chunk_bytes, exchanges_per_chunk, gpu_time, pad_rows, peak_bytes
+from xentlib.shards import shard_of
 
 sizes = st.fixed_dictionaries(
     {

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from xentlib.interop import to_jax, to_torch
-from xentlib.soft_labels import SoftLabels
+from xentlib.labels import SoftLabels
 
 N, V, H = 6, 11, 4
 PROBS = np.full((N, V), 1 / V, np.float32)

@@ -13,7 +13,7 @@ import torch
 
 from fuzzing.pairs import OF_LOGITS, Pair
 from xentlib.contract import U
-from xentlib.soft_labels import SoftLabels
+from xentlib.labels import SoftLabels
 from xentlib.teacher import TeacherHead, TeacherLogits, TeacherTopK
 
 INF = float("inf")

@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from fuzzing.draw import PERIOD, number32
+from xentlib.labels import SoftLabels
 from xentlib.options import DIVERGENCE_OUTPUTS
-from xentlib.soft_labels import SoftLabels
 from xentlib.teacher import TeacherHead, TeacherLogits, TeacherTopK
 from xentlib.tools.harness.backends import Call
 from xentlib.ulp import dtype_named

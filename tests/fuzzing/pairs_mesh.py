@@ -18,8 +18,8 @@ from fuzzing.pairs_spread import (
     vocab_of,
     with_keywords,
 )
-from xentlib.plan import PaddedVocab
-from xentlib.soft_labels import SoftLabels
+from xentlib.labels import SoftLabels
+from xentlib.shards import PaddedVocab
 from xentlib.teacher import TeacherHead, TeacherLogits
 from xentlib.tools.harness.backends import Outcome
 

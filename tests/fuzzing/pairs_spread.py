@@ -15,8 +15,8 @@ import numpy as np
 
 from fuzzing.pairs import OF_LOGITS, Edge, Pair, draw
 from fuzzing.pairs_held import held
-from xentlib.plan import VocabShard
-from xentlib.soft_labels import SoftLabels
+from xentlib.labels import SoftLabels
+from xentlib.shards import VocabShard
 from xentlib.teacher import TeacherHead, TeacherLogits
 from xentlib.tools.harness.backends import Call, Outcome, outcome_of
 from xentlib.tools.harness.device import numpy_of, on_torch

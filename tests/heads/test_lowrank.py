@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from helpers.lowrank import CASES, dense, given_to, held_to, hold, low_problem, oracle
-from xentlib.lora import LowRankHead
+from xentlib.head import LowRankHead
 from xentlib.tools.harness.device import numpy_of, on_jax, on_torch
 from xentlib.tools.harness.problems import upstream_of
 

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from helpers.advice import code_of, keywords_of
 from xentlib import PaddedVocab
 from xentlib import torch as ours
-from xentlib.plan import VocabShard
+from xentlib.shards import VocabShard
 from xentlib.torch import chunked_nll
 
 WORLD, N, H, V = 4, 12, 3, 26

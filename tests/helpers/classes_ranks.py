@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from helpers.refused import said_on_ranks
 from xentlib.contract import check, failures
-from xentlib.plan import VocabShard
+from xentlib.shards import VocabShard
 from xentlib.tools.harness.ranks import DEVICE, start_gloo
 from xentlib.torch import (
     TeacherTopK,

@@ -12,7 +12,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from helpers.refused import said_on_ranks
-from xentlib.plan import Rates, VocabShard
+from xentlib.plan import Rates
+from xentlib.shards import VocabShard
 from xentlib.tools.harness.ranks import DEVICE, start_gloo
 from xentlib.torch import (
     TeacherHead,

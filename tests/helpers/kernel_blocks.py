@@ -75,8 +75,8 @@ def in_torch(
     """`again`: `dz` of rows that `stats` has not seen."""
     import torch
 
-    from xentlib.algebra import TargetInfo, WantedStats
     from xentlib.arguments import Scalars
+    from xentlib.math.softmax import TargetInfo, WantedStats
     from xentlib.torch.core.kernels import DzOutput, LogitsBlock, LogitTransform
     from xentlib.torch.losses.logprobs import Residuals, coefficients
 
@@ -120,11 +120,11 @@ def in_jax(
     import jax
     import jax.numpy as jnp
 
-    from xentlib.algebra import TargetInfo, WantedStats
     from xentlib.arguments import Scalars
     from xentlib.jax.core.algebra import ALGEBRA
     from xentlib.jax.core.kernels import LogitsBlock, LogitTransform
     from xentlib.jax.losses.logprobs import Residuals, Upstream, coefficients, terms_of
+    from xentlib.math.softmax import TargetInfo, WantedStats
 
     def array(x: Any) -> Any:
         return None if x is None else jnp.asarray(x)

@@ -8,9 +8,9 @@ import numpy as np
 import torch
 
 from helpers.kernel_blocks import B, Block, V, draw
-from xentlib.algebra import WantedStats
 from xentlib.arguments import Scalars
 from xentlib.contract import check
+from xentlib.math.softmax import WantedStats
 from xentlib.reference import nll_reference
 from xentlib.torch.core.kernels import DzOutput, LogitsBlock, LogitTransform, LossTerms
 from xentlib.torch.triton.launch import Triton

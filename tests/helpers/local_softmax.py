@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from helpers.refused import said_on_ranks
-from xentlib.plan import VocabShard
+from xentlib.shards import VocabShard
 from xentlib.torch import (
     TeacherLogits,
     chunked_divergence,

@@ -125,7 +125,7 @@ def on_shards(rank: int, world: int) -> dict[tuple[str, int], list[int]]:
     import torch
 
     import xentlib.torch as X
-    from xentlib.plan import VocabShard
+    from xentlib.shards import VocabShard
 
     ends = [0, 19, V]  # the label's and the first columns on one rank, the last on the other
     rows, found = slice(ends[rank], ends[rank + 1]), {}

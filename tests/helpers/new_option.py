@@ -28,7 +28,7 @@ EDITS = {
     "xentlib/options.py": {
         "RULES: dict[str, Rule] = {\n": f'    "{NAME}": Rule("a number or a 0-d array"),\n',
     },
-    "xentlib/algebra.py": {
+    "xentlib/math/softmax.py": {
         "        loss, z_term = nll, self.xp.zeros_like(nll)\n": (
             f"        loss = loss + options.{NAME} * lse\n"
         ),

@@ -10,8 +10,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from helpers.refused import said_on_ranks
-from xentlib.plan import VocabShard
-from xentlib.soft_labels import SoftLabels
+from xentlib.labels import SoftLabels
+from xentlib.shards import VocabShard
 from xentlib.tools.harness.ranks import start_gloo
 from xentlib.torch import chunked_nll, vocab_parallel_logprobs
 

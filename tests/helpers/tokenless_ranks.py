@@ -10,7 +10,7 @@ from torch import Tensor
 
 import xentlib.torch as X
 from helpers.tokenless import ALL, V, arrays
-from xentlib.plan import VocabShard
+from xentlib.shards import VocabShard
 from xentlib.tools.harness.ranks import start_gloo
 
 WHOLE = ("weight", "teacher_weight", "low_in", "low_out")

@@ -13,8 +13,8 @@ from conftest import HAS_TORCH
 from helpers.held import hold_in_norm
 from helpers.in_triton import few, launches
 from helpers.measured import by_id, hold
-from xentlib.algebra import BLOCK_COLUMNS
 from xentlib.contract import ROW_OF, check, failures
+from xentlib.math.softmax import BLOCK_COLUMNS
 from xentlib.tools.harness.backends import run_given_divergence
 from xentlib.tools.harness.cases import low_precision
 from xentlib.tools.harness.findings import Findings

@@ -16,8 +16,8 @@ from helpers.in_triton import few
 from helpers.measured import CAPPED, SMALL, by_id, hold
 from helpers.pairs import every_pair
 from helpers.vocab_shards import held
-from xentlib.algebra import BLOCK_COLUMNS
 from xentlib.contract import failures
+from xentlib.math.softmax import BLOCK_COLUMNS
 from xentlib.tools.harness.backends import run, run_logprobs
 from xentlib.tools.harness.cases import BASE, CONFIDENT, WITH_OPTIONS, logit_sets, low_precision
 from xentlib.tools.harness.findings import Findings

@@ -29,7 +29,7 @@ import triton.language as tl
 from triton._C import libtriton
 
 from helpers.kernel_losses import LOSSES, Terms, drawn, held, loss_of, oracle
-from xentlib.algebra import BlockStats
+from xentlib.math.softmax import BlockStats
 from xentlib.torch import chunked_nll
 from xentlib.torch.core.algebra import ALGEBRA
 from xentlib.torch.triton import elementary

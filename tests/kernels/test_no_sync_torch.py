@@ -19,7 +19,8 @@ from torch import Tensor, nn  # noqa: E402
 
 from helpers.on_meta import Waits, as_on_a_gpu  # noqa: E402
 from xentlib.nll import OUTPUTS  # noqa: E402
-from xentlib.plan import VocabShard, split  # noqa: E402
+from xentlib.plan import split  # noqa: E402
+from xentlib.shards import VocabShard  # noqa: E402
 from xentlib.torch import (  # noqa: E402
     Evaluation,
     SoftLabels,

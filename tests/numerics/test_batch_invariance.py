@@ -182,7 +182,7 @@ def test_tokens_are_added_up_some_at_a_time(monkeypatch: pytest.MonkeyPatch) -> 
     """The numbers of many tokens' blocks, in slices: the same sums. Catches: tokens left out, a
     slice against the maximum of another."""
     torch = pytest.importorskip("torch")
-    from xentlib.algebra import BlockStats
+    from xentlib.math.softmax import BlockStats
     from xentlib.torch.core import algebra
 
     generator = torch.Generator().manual_seed(5)

@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from xentlib.algebra import NonTargetStats
-from xentlib.classes import Wanted
 from xentlib.contract import check, failures
+from xentlib.math.classes import Wanted
+from xentlib.math.softmax import NonTargetStats
 from xentlib.teacher import TeacherTopK
 from xentlib.tools.harness.backends import (
     Call,

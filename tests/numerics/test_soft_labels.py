@@ -13,7 +13,7 @@ import pytest
 
 from helpers.measured import few_programs, hold
 from xentlib.contract import check, failures
-from xentlib.soft_labels import SoftLabels
+from xentlib.labels import SoftLabels
 from xentlib.tools.harness.backends import run, run_given
 from xentlib.tools.harness.cases import logit_sets, low_precision
 from xentlib.tools.harness.findings import Findings

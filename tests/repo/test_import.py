@@ -53,10 +53,10 @@ def test_every_public_name_loads(name):
 # only get smaller. 18 and 250 are the goals, of which files one, `losses/loss.py`, has what every
 # loss does around its loop.
 WALKS = {
-    ("torch", "nll"): (18, 250),
-    ("torch", "divergence"): (22, 420),
-    ("jax", "nll"): (18, 250),
-    ("jax", "divergence"): (21, 460),
+    ("torch", "nll"): (17, 250),
+    ("torch", "divergence"): (21, 420),
+    ("jax", "nll"): (17, 250),
+    ("jax", "divergence"): (20, 460),
 }
 GENERATED = ("__init__.py", "api.py", "arguments.py")
 PRODUCT = {"torch": "mm", "jax": "contract"}  # of core/gemm.py
@@ -136,7 +136,7 @@ def test_the_page_says_how_long_a_walk_is():
 
 # Between the public function and the first product of one rank, of a head that several share. May
 # only get smaller.
-ROUTES = {"vocab_parallel": 21, "tokens_parallel": 23, "head": 19, "hidden": 24, "stream": 24}
+ROUTES = {"vocab_parallel": 21, "tokens_parallel": 23, "head": 18, "hidden": 24, "stream": 24}
 
 
 def files_of_routes(rank, world):

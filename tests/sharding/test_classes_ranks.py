@@ -100,7 +100,7 @@ def test_the_most_probable_of_all_shards() -> None:
     from jax.sharding import PartitionSpec as P
 
     from xentlib.jax import chunked_logprobs, vocab_parallel_logprobs
-    from xentlib.plan import PaddedVocab
+    from xentlib.shards import PaddedVocab
 
     rng, top_k = np.random.default_rng(3), 40
     hidden, weight = (np.rint(rng.standard_normal((n, 6))).astype(np.float32) for n in (21, 45))

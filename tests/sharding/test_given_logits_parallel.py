@@ -16,7 +16,7 @@ import pytest
 from helpers.given_logits import RUN, VALUES, Call, V, hold_given, in_torch, make, same_bits
 from helpers.given_shards import CASES, WHOLE, Layout, laid_out, of_dense, without_padding
 from helpers.ranks import launch
-from xentlib.plan import PaddedVocab, VocabShard
+from xentlib.shards import PaddedVocab, VocabShard
 from xentlib.tools.harness.ranks import DEVICE
 
 LAYOUTS: list[Layout] = [

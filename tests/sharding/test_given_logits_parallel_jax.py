@@ -17,7 +17,8 @@ import pytest
 from helpers.given_logits import V, in_jax, make, oracle, same_bits
 from helpers.given_shards import CASES, WHOLE, laid_out, of_dense, without_padding
 from xentlib.contract import check, failures
-from xentlib.plan import PaddedVocab, VocabShard, sum_rows
+from xentlib.plan import sum_rows
+from xentlib.shards import PaddedVocab, VocabShard
 
 
 def over(devices: int, check_vma: bool, plain: Any, columns: Any = None) -> Any:

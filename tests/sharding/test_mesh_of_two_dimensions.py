@@ -14,7 +14,7 @@ from helpers.ranks import launch
 torch = pytest.importorskip("torch")
 pytestmark = [pytest.mark.cpu, pytest.mark.torch]
 
-from xentlib.plan import VocabShard  # noqa: E402
+from xentlib.shards import VocabShard  # noqa: E402
 from xentlib.torch import chunked_nll  # noqa: E402
 
 V, H, N = 37, 7, 12

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from xentlib.contract import check, failures
-from xentlib.soft_labels import SoftLabels
+from xentlib.labels import SoftLabels
 from xentlib.tools.harness.findings import Findings
 from xentlib.tools.harness.problems import Case, build
 from xentlib.tools.harness.ranks import ShardedCall, run_calls, run_ranks

@@ -19,7 +19,7 @@ from jax.sharding import PartitionSpec as P  # noqa: E402
 
 from xentlib.jax import CrossCheck, LowRankHead, SoftLabels, chunked_nll  # noqa: E402
 from xentlib.jax.crosscheck_devices import CallRecord, Leaves  # noqa: E402
-from xentlib.plan import PaddedVocab  # noqa: E402
+from xentlib.shards import PaddedVocab  # noqa: E402
 from xentlib.tools.crosscheck import (  # noqa: E402
     CheckedStep,
     CrossCheckError,

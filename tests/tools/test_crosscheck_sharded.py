@@ -12,7 +12,7 @@ from helpers.ranks import launch
 torch = pytest.importorskip("torch")
 pytestmark = [pytest.mark.torch, pytest.mark.slow]
 
-from xentlib.plan import VocabShard  # noqa: E402
+from xentlib.shards import VocabShard  # noqa: E402
 from xentlib.tools.crosscheck import CrossCheckError, CrossCheckWarning  # noqa: E402
 from xentlib.torch import CrossCheck, chunked_nll  # noqa: E402
 

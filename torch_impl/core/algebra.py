@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from xentlib.algebra import Algebra, BlockStats, BlockSums
+from xentlib.math.softmax import Algebra, BlockStats, BlockSums
 from xentlib.plan.split import block_bytes, block_tokens
 
 

@@ -1,4 +1,4 @@
-"""Kept sets and several classes of each token, in PyTorch: what `xentlib.classes` makes of the
+"""Kept sets and several classes of each token, in PyTorch: what `xentlib.math.classes` makes of the
 statistics of tokens, and of upstream gradients.
 
 Shapes: N tokens, K further classes, M candidates for the `top_k` most probable ones.
@@ -11,9 +11,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from xentlib.algebra import Coefficients, NonTargetStats
 from xentlib.checks.classes import KEPT
-from xentlib.classes import Classes, Residuals, Upstream, Wanted
+from xentlib.math.classes import Classes, Residuals, Upstream, Wanted
+from xentlib.math.softmax import Coefficients, NonTargetStats
 from xentlib.torch.core.algebra import ALGEBRA
 from xentlib.torch.core.device import host_readable
 from xentlib.torch.core.tokens import Selected

@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from xentlib.algebra import BLOCK_COLUMNS, FLOOR, BlockStats, Coefficients, WantedStats
+from xentlib.math.softmax import BLOCK_COLUMNS, FLOOR, BlockStats, Coefficients, WantedStats
 from xentlib.torch.core.device import device_info
 from xentlib.torch.core.gemm import add_rows_
 from xentlib.torch.core.kernels import DzOutput, Kernels, LogitsBlock, LogitTransform, TargetTerms

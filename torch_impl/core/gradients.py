@@ -13,8 +13,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from xentlib.algebra import Coefficients
 from xentlib.checks.shards import SHARDS
+from xentlib.math.softmax import Coefficients
 from xentlib.plan.split import CPU_ROWS
 from xentlib.torch.core.consistency import all_gather, group_named
 from xentlib.torch.core.device import device_info, host_readable

@@ -16,8 +16,8 @@ from typing import Any, ClassVar, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from xentlib.algebra import Algebra, BlockStats, Coefficients, WantedStats
 from xentlib.arguments import Scalars
+from xentlib.math.softmax import Algebra, BlockStats, Coefficients, WantedStats
 from xentlib.options import KERNELS, KERNELS_ENV
 from xentlib.torch.core.algebra import ALGEBRA
 from xentlib.torch.core.tokens import FurtherClasses

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from xentlib.algebra import BLOCK_COLUMNS
+from xentlib.math.softmax import BLOCK_COLUMNS
 from xentlib.torch.core.device import host_readable
 
 

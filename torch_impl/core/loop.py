@@ -14,7 +14,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from xentlib.plan import schedule, shard_of
+from xentlib.plan import schedule
+from xentlib.shards import shard_of
 from xentlib.torch.core.consistency import Agreed, Terms, group_named, shake_hands
 from xentlib.torch.core.gathered import GatheredTokens
 from xentlib.torch.core.gradients import Gradients, GradientSums

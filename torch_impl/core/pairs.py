@@ -14,9 +14,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from xentlib.algebra import BlockStats, NonTargetStats, TargetInfo, TokenStats, WantedStats
 from xentlib.checks.divergence import check_vocabulary, of_teacher
-from xentlib.pairs import NEAR, TERMS, DzTerms, Near0, Pairs, PairSums
+from xentlib.math.divergence import NEAR, TERMS, DzTerms, Near0, Pairs, PairSums
+from xentlib.math.softmax import BlockStats, NonTargetStats, TargetInfo, TokenStats, WantedStats
 from xentlib.torch.core.algebra import ALGEBRA
 from xentlib.torch.core.device import chunk_bytes
 from xentlib.torch.core.eager import Eager

@@ -26,7 +26,8 @@ from torch import Tensor
 
 from xentlib.checks.call import check_class_weights
 from xentlib.checks.shards import ROUTES
-from xentlib.plan import VocabShard, stream_rows
+from xentlib.plan import stream_rows
+from xentlib.shards import VocabShard
 from xentlib.torch.core.consistency import (
     PendingCollective,
     all_gather,

@@ -1,5 +1,5 @@
 """Logits of a head, and the class probabilities of their tokens beside them: steps 2 to 6 of
-`xentlib.soft_labels`.
+`xentlib.math.soft_labels`.
 
 Shapes: N tokens, K classes of each, V vocabulary, B rows of a block.
 """
@@ -12,10 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from xentlib.algebra import WantedStats
 from xentlib.checks.soft_labels import check_columns
-from xentlib.pairs import DzTerms
-from xentlib.soft_labels import FAR, CrossEntropy, Largest, SoftSums
+from xentlib.math.divergence import DzTerms
+from xentlib.math.soft_labels import FAR, CrossEntropy, Largest, SoftSums
+from xentlib.math.softmax import WantedStats
 from xentlib.torch.core.eager import Eager
 from xentlib.torch.core.kernels import LogitsBlock
 from xentlib.torch.core.pairs import (

@@ -8,13 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from xentlib.algebra import (
-    Algebra,
-    BlockStats,
-    NonTargetStats,
-    TokenStats,
-    WantedStats,
-)
+from xentlib.math.softmax import Algebra, BlockStats, NonTargetStats, TokenStats, WantedStats
 from xentlib.torch.core.algebra import ALGEBRA
 from xentlib.torch.core.logits import Chunk, ChunkedLogits
 from xentlib.torch.core.tokens import check_ids, check_labels, target_info

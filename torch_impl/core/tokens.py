@@ -11,9 +11,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from xentlib.algebra import Algebra, BlockStats, NonTargetStats, TargetInfo
 from xentlib.checks.call import CALLS
-from xentlib.plan import ChunkPlan, VocabShard, plan_chunks
+from xentlib.math.softmax import Algebra, BlockStats, NonTargetStats, TargetInfo
+from xentlib.plan import ChunkPlan, plan_chunks
+from xentlib.shards import VocabShard
 from xentlib.torch.array_spec import dtype_name
 from xentlib.torch.core.device import chunk_bytes, device_info
 from xentlib.torch.operators import HeadCall

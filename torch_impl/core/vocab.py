@@ -16,10 +16,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from xentlib.algebra import WORD_BITS, Algebra, BlockStats, BlockSums, NonTargetStats
 from xentlib.checks.call import check_class_weights
-from xentlib.checks.shards import SHARDS, check_shards, check_tiles, refuse_inconsistent
-from xentlib.plan import VocabShard, sum_rows
+from xentlib.checks.shards import SHARDS, check_tiles, refuse_inconsistent
+from xentlib.checks.validators import check_shards
+from xentlib.math.softmax import WORD_BITS, Algebra, BlockStats, BlockSums, NonTargetStats
+from xentlib.plan import sum_rows
+from xentlib.shards import VocabShard
 from xentlib.torch.core.algebra import as_float32, as_float64
 from xentlib.torch.core.consistency import RankConsistency, group_named
 from xentlib.torch.core.device import host_readable

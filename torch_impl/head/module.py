@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from xentlib.checks.module import MODULES, check_head_options, check_linear
+from xentlib.checks.head import MODULES, check_head_options, check_linear
 from xentlib.logprobs import LogprobOutput
 from xentlib.nll import NLLOutput
 from xentlib.torch.api import chunked_logprobs, chunked_nll

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from xentlib.arguments import Arguments
-from xentlib.checks.module import MODULES, check_beside_module, refuse_module
-from xentlib.lora import LowRankHead
+from xentlib.checks.head import MODULES, check_beside_module, refuse_module
+from xentlib.head import LowRankHead
 from xentlib.torch.wrappers import is_a, is_loaded, keeps_forward, split_by_auto_tp
 
 T = TypeVar("T", bound=tuple[Any, ...])

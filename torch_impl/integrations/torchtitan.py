@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from xentlib.arguments import SCALARS
-from xentlib.checks.module import check_head_options
+from xentlib.checks.head import check_head_options
 from xentlib.checks.validators import check_flag
 from xentlib.options import ROUTE_OPTIONS
 from xentlib.torch.array_spec import is_dtensor

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from xentlib.checks.module import check_head_options
+from xentlib.checks.head import check_head_options
 from xentlib.options import ROUTE_OPTIONS
 from xentlib.torch.api import chunked_logprobs
 from xentlib.torch.array_spec import is_dtensor

@@ -1,5 +1,5 @@
 """Log-probabilities over a kept set and of several classes of each token, in PyTorch: the steps of
-`xentlib.classes` between those of `xentlib.logprobs`.
+`xentlib.math.classes` between those of `xentlib.logprobs`.
 """
 
 from __future__ import annotations
@@ -9,11 +9,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from xentlib.algebra import WantedStats
 from xentlib.arguments import SCALARS, Arguments, DivergenceArguments, LogitsArguments
 from xentlib.checks.call import CALLS, NLLProblem, check_top_k
 from xentlib.checks.classes import KEPT, check_classes
 from xentlib.logprobs import LogprobOutput
+from xentlib.math.softmax import WantedStats
 from xentlib.torch.array_spec import array_spec, as_tensor, with_leading
 from xentlib.torch.binding import bind, bind_logits, tokens
 from xentlib.torch.core.classes import (

@@ -11,9 +11,9 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor
 
-from xentlib.algebra import TokenStats, WantedStats
 from xentlib.arguments import Arguments
 from xentlib.checks.call import CALLS, is_soft
+from xentlib.math.softmax import TokenStats, WantedStats
 from xentlib.nll import OUTPUTS, NLLOutput
 from xentlib.torch import hooks
 from xentlib.torch.array_spec import as_tensor

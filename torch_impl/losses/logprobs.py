@@ -11,10 +11,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from xentlib.algebra import FLOOR, Coefficients, WantedStats, is_zero
 from xentlib.arguments import Arguments, LogitsArguments
 from xentlib.checks.call import is_soft
 from xentlib.logprobs import LogprobOutput
+from xentlib.math.softmax import FLOOR, Coefficients, WantedStats, is_zero
 from xentlib.torch.array_spec import with_leading
 from xentlib.torch.binding import bind, bind_logits
 from xentlib.torch.core.consistency import Terms

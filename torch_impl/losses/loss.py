@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from xentlib.algebra import Coefficients
+from xentlib.math.softmax import Coefficients
 from xentlib.torch import hooks
 from xentlib.torch.core.device import device_info, host_readable
 from xentlib.torch.core.gemm import power_of_two

@@ -12,10 +12,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from xentlib.algebra import WantedStats
 from xentlib.checks.divergence import check_vocabulary
-from xentlib.pairs import DzTerms, PairSums
-from xentlib.soft_labels import SOFT_LABELS
+from xentlib.math.divergence import DzTerms, PairSums
+from xentlib.math.soft_labels import SOFT_LABELS
+from xentlib.math.softmax import WantedStats
 from xentlib.torch.core.consistency import Terms
 from xentlib.torch.core.kernels import LogitsBlock
 from xentlib.torch.core.logits import Chunk, ChunkedLogits

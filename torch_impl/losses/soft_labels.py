@@ -1,5 +1,5 @@
 """`chunked_nll` and `vocab_parallel_logprobs` of class probabilities, in PyTorch: the steps of
-`xentlib.soft_labels` in the operators of divergences and of log-probabilities.
+`xentlib.math.soft_labels` in the operators of divergences and of log-probabilities.
 
 Shapes: N tokens, V vocabulary, K classes of each, B rows of a block.
 """
@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from xentlib.algebra import FLOOR, WantedStats, is_zero
 from xentlib.arguments import Arguments, LogitsArguments
 from xentlib.checks.soft_labels import (
     SOFT,
@@ -22,9 +21,11 @@ from xentlib.checks.soft_labels import (
     check_soft_options,
 )
 from xentlib.checks.validators import plain
+from xentlib.labels import SoftLabels
 from xentlib.logprobs import LogprobOutput
+from xentlib.math.soft_labels import SOFT_LABELS, Largest
+from xentlib.math.softmax import FLOOR, WantedStats, is_zero
 from xentlib.nll import OUTPUTS, NLLOutput
-from xentlib.soft_labels import SOFT_LABELS, Largest, SoftLabels
 from xentlib.torch.array_spec import array_spec, as_tensor, only_tensors, with_leading
 from xentlib.torch.binding import bind, bind_logits, tokens
 from xentlib.torch.core.consistency import Terms

@@ -20,8 +20,8 @@ from xentlib.checks.divergence import (
     check_vocabulary,
     check_whole,
 )
+from xentlib.math.soft_labels import SOFT_LABELS, CrossEntropy
 from xentlib.options import DIVERGENCES
-from xentlib.soft_labels import SOFT_LABELS, CrossEntropy
 from xentlib.teacher import TeacherHead, TeacherLogits
 from xentlib.torch.array_spec import array_spec, as_tensor, is_dtensor, only_tensors
 from xentlib.torch.binding import bind, tokens

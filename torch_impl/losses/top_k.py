@@ -1,5 +1,5 @@
-"""Divergences from a teacher's most probable classes in PyTorch: `xentlib.top_k` between the
-operators of `xentlib.classes` and of divergences of given logits.
+"""Divergences from a teacher's most probable classes in PyTorch: `xentlib.math.top_k` between the
+operators of `xentlib.math.classes` and of divergences of precomputed logits.
 
 Shapes: N tokens, K classes.
 """
@@ -26,9 +26,9 @@ from xentlib.checks.divergence import (
 )
 from xentlib.checks.soft_labels import check_none
 from xentlib.divergence import DivergenceOutput
+from xentlib.math.top_k import TopK
 from xentlib.options import DIVERGENCES, TAILS
 from xentlib.teacher import TeacherLogits, TeacherTopK
-from xentlib.top_k import TopK
 from xentlib.torch.array_spec import array_spec, as_tensor, only_tensors
 from xentlib.torch.binding import tokens
 from xentlib.torch.core.classes import CLASSES

@@ -16,11 +16,11 @@ from torch import Tensor, nn
 
 from xentlib.arguments import Arguments
 from xentlib.checks.call import check_reduction
-from xentlib.checks.lora import check_low_rank_route
+from xentlib.checks.head import check_low_rank_route
 from xentlib.checks.placement import PLACEMENTS
 from xentlib.checks.shards import ROUTES, check_route
 from xentlib.checks.validators import check_floating
-from xentlib.lora import LowRankHead
+from xentlib.head import LowRankHead
 from xentlib.options import Gather
 from xentlib.torch.array_spec import array_spec, dtype_name, is_dtensor, only_tensors
 from xentlib.torch.head.modules import replaced, resolve_head, split_lora

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from xentlib.checks.placement import PLACEMENTS
 from xentlib.checks.shards import check_shard
-from xentlib.plan import VocabShard
+from xentlib.shards import VocabShard
 from xentlib.torch.array_spec import is_dtensor
 from xentlib.torch.core.vocab import numbers_of
 from xentlib.torch.operators import RowLayout

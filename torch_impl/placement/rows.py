@@ -14,12 +14,12 @@ from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
 from xentlib.arguments import Arguments
-from xentlib.checks.lora import LOW_RANK
+from xentlib.checks.head import LOW_RANK
 from xentlib.checks.placement import PLACEMENTS, check_group
 from xentlib.checks.shards import ROUTES, SHARDS
 from xentlib.checks.validators import plain
-from xentlib.lora import LowRankHead
-from xentlib.plan import PaddedVocab, VocabShard, shard_of
+from xentlib.head import LowRankHead
+from xentlib.shards import PaddedVocab, VocabShard, shard_of
 from xentlib.torch.array_spec import is_dtensor, summed_over_copies
 from xentlib.torch.core.consistency import all_gather, filled
 from xentlib.torch.core.vocab import numbers_of

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from xentlib.algebra import (
+from xentlib.math.softmax import (
     BLOCK_COLUMNS,
     Algebra,
     BlockStats,

@@ -1,5 +1,5 @@
 """Triton programs of divergences: steps 3 to 7 of `xentlib.divergence`, one a row of the logits of
-student and teacher, which they only read. The formulas are those of `xentlib.pairs`.
+student and teacher, which they only read. The formulas are those of `xentlib.math.divergence`.
 
 Shapes: T rows of a chunk, V columns.
 """
@@ -9,13 +9,13 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from xentlib import pairs
+from xentlib.math import divergence
 from xentlib.torch.triton.elementary import exp, log1p, stored
 from xentlib.torch.triton.programs import VARYING, of_row
 from xentlib.torch.triton.row import BLOCK_COLUMNS, at_columns, shape_logits, zero_row
 
-LOWEST = tl.constexpr(pairs.FLOOR)
-NEAR = tl.constexpr(pairs.NEAR)
+LOWEST = tl.constexpr(divergence.FLOOR)
+NEAR = tl.constexpr(divergence.NEAR)
 FORWARD, REVERSE, JSD = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 
 

@@ -13,10 +13,10 @@ import torch
 import triton
 from torch import Tensor
 
-from xentlib.algebra import BLOCK_COLUMNS, TargetInfo, TokenStats, WantedStats
 from xentlib.checks.divergence import of_teacher
+from xentlib.math.divergence import DzTerms
+from xentlib.math.softmax import BLOCK_COLUMNS, TargetInfo, TokenStats, WantedStats
 from xentlib.options import DIVERGENCES
-from xentlib.pairs import DzTerms
 from xentlib.torch.core.kernels import LogitsBlock
 from xentlib.torch.core.pairs import KernelPair, LogitsTeacher, PairedLogits, Unit, UnitValues
 from xentlib.torch.core.precomputed import LogitsGradient

@@ -9,7 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from xentlib import algebra
+from xentlib.math import softmax
 from xentlib.torch.triton.elementary import (
     OLD_LAYOUTS,
     difference_exp,
@@ -25,7 +25,7 @@ LOWEST = tl.constexpr(-3.4028234663852886e38)
 # Stands for -inf where a product with 0 must stay 0.
 FLOOR = tl.constexpr(-1e4)
 LAST = tl.constexpr(2147483647)
-BLOCK_COLUMNS = tl.constexpr(algebra.BLOCK_COLUMNS)
+BLOCK_COLUMNS = tl.constexpr(softmax.BLOCK_COLUMNS)
 # The axis of a tile's parts, of three. Triton gives neighbouring threads to the last axis and then
 # to the first one, up to 3.6, or to the second, from 3.7 on: those are to have blocks, as a part
 # that threads share takes shuffles, 48 instructions a logit in place of 28.
@@ -61,7 +61,7 @@ def shape_logits(z, cols, mask, bias_ptr, scale_ptr, scale, softcap, temperature
 @triton.jit
 def block_stats(z, cols, ENTROPY: tl.constexpr, PREDICTED: tl.constexpr):
     """Step 4 of blocks, z [parts, blocks, lanes] or [blocks, parts, lanes], -inf where a column is
-    the target or none: `algebra.BlockStats`, [blocks] each."""
+    the target or none: `softmax.BlockStats`, [blocks] each."""
     m = tl.max(tl.max(z, PARTS_AXIS), 1)
     m = tl.where(m == NONE, 0.0, m)
     d = z - tl.expand_dims(tl.expand_dims(m, 1), PARTS_AXIS)

@@ -19,7 +19,7 @@ from torch import Tensor
 from xentlib.accumulate import UnsupportedWrapperError, reduction_of
 from xentlib.checks.shards import ROUTES, check_flat_rows
 from xentlib.checks.validators import Refusals
-from xentlib.plan.split import VocabShard, shard_of
+from xentlib.shards import VocabShard, shard_of
 from xentlib.torch.wrappers import differentiable, split_by_auto_tp, with_attribute
 from xentlib.torch.wrappers.plain import NoWrapper, refuse_scaler
 

@@ -19,8 +19,8 @@ from torch.nn.modules.module import register_module_module_registration_hook
 from torch.utils.weak import WeakIdKeyDictionary
 
 from xentlib.arguments import Arguments
-from xentlib.checks.module import refuse_module
-from xentlib.lora import LowRankHead
+from xentlib.checks.head import refuse_module
+from xentlib.head import LowRankHead
 from xentlib.torch.wrappers import is_a, kept_by_zero
 
 LAYERS: Any = WeakIdKeyDictionary()  # of frozen parameters: the layer that `layer_of` found, if any

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from functools import wraps
 from inspect import signature
 from typing import Any, NamedTuple, NoReturn, TypeVar, cast
 
 from xentlib.arguments import Arguments, LogitsArguments
-from xentlib.checks.names import refuse_name
 from xentlib.checks.validators import (
     ArraySpec,
     Refusals,
@@ -21,14 +20,32 @@ from xentlib.checks.validators import (
     check_integers,
     check_per_token,
     check_rule,
+    holds,
     quoted,
 )
-from xentlib.dtypes import holds, resolve_dtypes
+from xentlib.labels import SoftLabels
 from xentlib.logprobs import chunked_logprobs
 from xentlib.options import COMPUTE, LAYOUTS, OUTPUTS, REDUCTIONS, RULES
-from xentlib.soft_labels import SoftLabels
 
 F = TypeVar("F", bound=Callable[..., Any])
+
+GIVEN = "With precomputed logits write `-vocab_parallel_logprobs(logits, labels).logprobs`."
+SHIFT = "Labels are taken as they are: pass shifted ones, such as `next_token_labels(tokens)`."
+# By the name of an argument that people come with from other libraries: one of our arguments, or a
+# sentence.
+INSTEAD = {
+    **dict.fromkeys(("target", "targets", "y"), "labels"),
+    **dict.fromkeys(("input", "inputs", "x", "hidden_states", "e"), "hidden"),
+    **dict.fromkeys(("lin_weight", "linear_weight", "lm_head", "head", "classifier"), "weight"),
+    **dict.fromkeys(("mask", "loss_mask", "attention_mask", "label_mask"), "where"),
+    **dict.fromkeys(("logit_softcapping", "final_logit_softcapping", "logits_soft_cap"), "softcap"),
+    **dict.fromkeys(("weights", "loss_weights"), "token_weights"),
+    **dict.fromkeys(("ce_weight", "class_weight"), "class_weights"),
+    **dict.fromkeys(("lse_square_scale", "z_loss_multiplier"), "z_loss"),
+    **dict.fromkeys(("num_items_in_batch", "num_tokens", "total_tokens"), "denominator"),
+    **dict.fromkeys(("shift_labels", "shift"), SHIFT),
+    **dict.fromkeys(("logits", "student_logits"), GIVEN),
+}
 
 CALLS = Refusals(
     ValueError,
@@ -110,6 +127,33 @@ class LogitsProblem(NamedTuple):
     columns: int
     compute_dtype: str
     output_dtype: str
+
+
+def refuse_name(function: str, name: str, known: Collection[str]) -> NoReturn:
+    """Of a keyword that is none of a function's arguments."""
+    way = INSTEAD.get(name, "")
+    if way in known:
+        way = f"Write `{way}=`."
+    elif " " not in way:
+        way = f"Its arguments are {', '.join(known)}."
+    raise TypeError(f"`{name}` is not an argument of `{function}`. {way}")
+
+
+def resolve_dtypes(
+    hidden: str, weight: str, compute: str | None = None, autocast: str | None = None
+) -> tuple[str, str, str]:
+    """GEMM, compute and output dtypes of a call.
+
+    The GEMMs take the operands' common dtype (float32 where they differ), or autocast's. Logits are
+    never below float32. The audit mode computes everything in float64 and keeps the output dtype.
+    """
+    double = "float64" in (hidden, weight)
+    output = "float64" if double else "float32"
+    if compute == "float64" or double:
+        return "float64", "float64", output
+    if autocast is not None:
+        return autocast, "float32", output
+    return (hidden if hidden == weight else "float32"), "float32", output
 
 
 def known_names(function: F) -> F:

@@ -7,7 +7,7 @@ from operator import index
 from typing import Any
 
 from xentlib.checks.validators import Refusals, is_count
-from xentlib.dtypes import INTEGERS
+from xentlib.options import INTEGERS
 
 # Tokens, and rows of d weight, that are compared entry by entry.
 SAMPLE = 8

@@ -17,6 +17,7 @@ from xentlib.checks.validators import (
     check_rule,
     quoted,
 )
+from xentlib.math.top_k import MOST
 from xentlib.options import (
     DIVERGENCE_OUTPUTS,
     DIVERGENCES,
@@ -26,7 +27,6 @@ from xentlib.options import (
     DivergenceReduction,
 )
 from xentlib.teacher import TeacherHead, TeacherLogits, TeacherTopK
-from xentlib.top_k import MOST
 
 REDUCTIONS: tuple[DivergenceReduction, ...] = ("mean", "sum", "none")
 DIVERGING = Refusals(

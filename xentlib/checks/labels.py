@@ -7,8 +7,7 @@ from numbers import Integral
 from typing import Any
 
 from xentlib.checks.call import check_ignore_index
-from xentlib.checks.validators import ArraySpec, Refusals, check_choice, check_integers
-from xentlib.dtypes import holds
+from xentlib.checks.validators import ArraySpec, Refusals, check_choice, check_integers, holds
 from xentlib.labels import PIECES
 
 LABELS = Refusals(

@@ -8,14 +8,11 @@ from numbers import Integral
 from typing import Any
 
 from xentlib.arguments import Arguments
-from xentlib.checks.validators import Refusals, check_choice, check_number, is_count
+from xentlib.checks.validators import Refusals, check_choice, is_count
 from xentlib.options import GATHERS
 
 SHARDS = Refusals(
     ValueError,
-    # Shards that cannot be those of the vocabulary they claim to be.
-    too_few_rows="`vocab_parallel` must spread {vocab_size} classes over its ranks; got shards of "
-    "{sizes}, {rows} in all. Pass the number of classes that they hold.",
     # All classes, on each of several ranks.
     whole_head="`vocab_parallel` must come with this rank's part of {vocab_size} classes; got all "
     "of them on each of {ranks} ranks. Pass each rank's own columns, or `vocab_parallel=None`.",
@@ -119,16 +116,6 @@ ROUTES = Refusals(
     same_axes="`tokens_parallel` must name the mesh axes of `vocab_parallel`, {over!r}; got "
     "{tokens_parallel!r}. Pass the same, and gather tokens over any other axis yourself.",
 )
-
-
-def check_shards(sizes: Sequence[int], vocab_size: int) -> None:
-    """Refuse shards that cannot be those of the vocabulary they claim to be."""
-    rule = "an integer >= 1, the classes of all shards"
-    check_number("vocab_size", vocab_size, rule, ok=is_count(vocab_size))
-    rows, sizes = sum(sizes), tuple(sizes)
-    SHARDS.require(
-        "too_few_rows", rows >= vocab_size, vocab_size=vocab_size, sizes=sizes, rows=rows
-    )
 
 
 def check_tiles(shards: Sequence[tuple[int, int]], vocab_size: int) -> None:

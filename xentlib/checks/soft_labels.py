@@ -8,7 +8,7 @@ from typing import Any
 from xentlib.arguments import SCALARS, Scalars
 from xentlib.checks.classes import check_classes
 from xentlib.checks.validators import ArraySpec, Refusals, check_device, check_floating
-from xentlib.soft_labels import SoftLabels
+from xentlib.labels import SoftLabels
 
 LARGEST = ("correct", "predicted")  # of `outputs`, what a class that is right is needed for
 SOFT = Refusals(

@@ -12,8 +12,7 @@ from typing import Any, NamedTuple, NoReturn, TypeVar
 
 import numpy as np
 
-from xentlib.dtypes import FLOATS, INTEGERS
-from xentlib.options import COMPUTE, Rule
+from xentlib.options import COMPUTE, FLOATS, INTEGERS, Rule
 
 Args = TypeVar("Args", bound=Any)  # the arguments of a call, a NamedTuple
 
@@ -64,6 +63,9 @@ PLANS = Refusals(
     nodes="`ranks` must be spread over `nodes` evenly; got {ranks} ranks on {nodes} nodes. Pass "
     "the ranks that share the head, and their nodes.",
     alone="`{name}` must be 1 with `{other}`, as both together are not planned; got {value}.",
+    # Shards that cannot be those of the vocabulary they claim to be.
+    too_few_rows="`vocab_parallel` must spread {vocab_size} classes over its ranks; got shards of "
+    "{sizes}, {rows} in all. Pass the number of classes that they hold.",
 )
 
 
@@ -123,6 +125,13 @@ def check_rule(name: str, value: Scalar, rule: Rule, leading: tuple[int, ...] = 
     ok = ok and isinstance(value, (int, float)) and -math.inf < value < math.inf
     ends = (rule.open_low and value == rule.low) or (rule.open_high and value == rule.high)
     check_number(name, value, rule.expected, ok=ok and not ends)
+
+
+def holds(dtype: str, value: int) -> bool:
+    """Whether an integer dtype has this value."""
+    signed = dtype[0] != "u"
+    top = 1 << int(dtype.lstrip("uint")) - signed
+    return (-top if signed else 0) <= value < top
 
 
 def check_floating(name: str, operand: ArraySpec) -> None:
@@ -205,6 +214,15 @@ def check_plan_arguments(
 def check_chunk_bytes(max_chunk_bytes: Any) -> None:
     right = max_chunk_bytes is None or is_count(max_chunk_bytes)
     PLANS.require("chunk_bytes", right, max_chunk_bytes=max_chunk_bytes)
+
+
+def check_shards(sizes: Sequence[int], vocab_size: int) -> None:
+    """Refuse shards that cannot be those of the vocabulary they claim to be."""
+    rule = "an integer >= 1, the classes of all shards"
+    check_number("vocab_size", vocab_size, rule, ok=is_count(vocab_size))
+    rows = sum(sizes)
+    shards = {"sizes": tuple(sizes), "rows": rows}
+    PLANS.require("too_few_rows", rows >= vocab_size, vocab_size=vocab_size, **shards)
 
 
 def check_routes(arguments: Mapping[str, Any], known: Sequence[str]) -> frozenset[str]:

@@ -8,7 +8,7 @@ from typing import Any
 
 from xentlib.accumulate import CountOverflowError
 from xentlib.checks.validators import ArraySpec, Refusals
-from xentlib.dtypes import INT32, INTEGERS
+from xentlib.options import INT32, INTEGERS
 
 WINDOWS = Refusals(
     ValueError,

@@ -7,10 +7,9 @@ from __future__ import annotations
 
 from typing import Literal
 
-from xentlib.algebra import BLOCK_COLUMNS
 from xentlib.checks.validators import check_choice
-from xentlib.dtypes import ITEMSIZE
-from xentlib.options import DIVERGENCES, Divergence
+from xentlib.math.softmax import BLOCK_COLUMNS
+from xentlib.options import DIVERGENCES, ITEMSIZE, Divergence
 from xentlib.plan.split import (
     CPU_COLUMN_MULTIPLE,
     GPU_COLUMN_MULTIPLE,

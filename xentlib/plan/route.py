@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from xentlib.dtypes import ITEMSIZE
+from xentlib.options import ITEMSIZE
 from xentlib.plan.route_config import GRADIENTS, STATISTICS, TRUNK, Exchange, RouteConfig
 from xentlib.plan.route_memory import (
     Moments,

@@ -10,7 +10,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from xentlib.dtypes import ITEMSIZE, resolve_dtypes
+from xentlib.checks.call import resolve_dtypes
+from xentlib.options import ITEMSIZE
 from xentlib.plan.split import (
     ChunkPlan,
     default_chunk_bytes,

@@ -6,8 +6,8 @@ of a rank in a chunk, K rows of every rank in a block.
 
 from __future__ import annotations
 
-from xentlib.algebra import BLOCK_COLUMNS
-from xentlib.dtypes import ITEMSIZE
+from xentlib.math.softmax import BLOCK_COLUMNS
+from xentlib.options import ITEMSIZE
 from xentlib.plan.memory import D_HIDDEN, D_WEIGHT, LOGITS, ROWS, SCRATCH, WIDENED, torch_walk
 from xentlib.plan.route_config import RouteConfig
 from xentlib.plan.split import ChunkPlan

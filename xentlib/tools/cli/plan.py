@@ -11,7 +11,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from xentlib.dtypes import FLOATS
+from xentlib.options import FLOATS
 from xentlib.plan import Rates, Route, crossover_tokens, head_routes
 from xentlib.plan.routes import ALL_TOKENS, GPUS, OPTIONS, RouteOptions, in_node
 from xentlib.tools.bench.cases import REAL

@@ -11,7 +11,7 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from xentlib.dtypes import FLOATS, ITEMSIZE
+from xentlib.options import FLOATS, ITEMSIZE
 from xentlib.plan import plan_chunks
 from xentlib.plan.memory import peak_bytes
 from xentlib.plan.split import default_chunk_bytes

@@ -12,7 +12,7 @@ from unittest.mock import patch
 import numpy as np
 
 from xentlib.interop import to_jax, to_numpy, to_torch
-from xentlib.soft_labels import SoftLabels
+from xentlib.labels import SoftLabels
 from xentlib.teacher import TeacherHead, TeacherLogits, TeacherTopK
 
 # Of memory, of which Linux gives a process 65,530. Programs that JAX has compiled for a CPU have

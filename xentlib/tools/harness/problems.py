@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from xentlib.labels import SoftLabels
 from xentlib.logprobs import chunked_logprobs
 from xentlib.reference import (
     DivergenceReference,
@@ -22,7 +23,6 @@ from xentlib.reference import (
     nll_reference,
     soft_reference,
 )
-from xentlib.soft_labels import SoftLabels
 from xentlib.teacher import TeacherHead
 from xentlib.ulp import dtype_named
 

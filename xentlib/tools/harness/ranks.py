@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from xentlib.plan import PaddedVocab, VocabShard
 from xentlib.processes import RanksFailed, RanksLate, launch
+from xentlib.shards import PaddedVocab, VocabShard
 from xentlib.tools.harness.backends import (
     Outcome,
     run,

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from xentlib.budgets import BUDGETS, budget_entries, check_budget
-from xentlib.plan import VocabShard
+from xentlib.shards import VocabShard
 from xentlib.tools.harness.cases import Extent
 from xentlib.tools.harness.findings import Findings
 from xentlib.tools.harness.ranks import WORLD, run_ranks, start_gloo

@@ -1,7 +1,7 @@
 """Softmax statistics with a defect that only bits show: what A14 has of rows A17 and A18.
 
-Each is the algorithm of `xentlib.algebra` in NumPy, but for one step. Cut into other parts it has
-other bits, and is as accurate as before: no other row rejects it.
+Each is the algorithm of `xentlib.math.softmax` in NumPy, but for one step. Cut into other parts it
+has other bits, and is as accurate as before: no other row rejects it.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from xentlib.algebra import BLOCK_COLUMNS
+from xentlib.math.softmax import BLOCK_COLUMNS
 
 Array = npt.NDArray[Any]
 SUM, EDGE = "a sum in the order of the parts", "a block that starts at the part's edge"

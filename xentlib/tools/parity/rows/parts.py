@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from xentlib.algebra import BlockStats, TargetInfo, WantedStats
+from xentlib.math.softmax import BlockStats, TargetInfo, WantedStats
 from xentlib.tools.harness.cases import logit_sets
 from xentlib.tools.harness.device import numpy_of, on_jax, on_torch
 from xentlib.tools.harness.findings import Findings

@@ -16,31 +16,14 @@ Shapes: B tokens, V classes.
 
 from __future__ import annotations
 
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
-from xentlib.algebra import INF, Algebra, BlockStats, LossOptions, NonTargetStats
+from xentlib.math.softmax import INF, Algebra, BlockStats, LossOptions, NonTargetStats
 
-__all__ = ["SoftLabels"]
-
-A = TypeVar("A")  # a tensor or an array of the backend
 Array = Any
 # A log-probability stands no lower; where a class with any has it the loss is beyond `INFINITE`.
 FAR, INFINITE = 1e30, 1e12
 SOFT_LABELS = "soft_labels"  # in place of a kind of divergence
-
-
-class SoftLabels(NamedTuple, Generic[A]):
-    """Probabilities of a few classes of each token, for `labels` in place of an array of all
-    classes: the others have 0. No gradient is computed of it.
-
-    Attributes:
-        ids: [..., K] integers, the classes of each token, -1 where there are fewer; what a class
-            that is there twice has adds up.
-        probs: [..., K] floating, their probabilities; anything where the id is -1.
-    """
-
-    ids: A
-    probs: A
 
 
 class Largest(NamedTuple):

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from xentlib.algebra import INF
+from xentlib.math.softmax import INF
 
 Array = Any  # a tensor or an array of the backend
 # Probability of a tail that numbers of this element size may tell from none.

@@ -22,7 +22,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from xentlib.algebra import FLOOR, INF, Algebra, BlockStats, NonTargetStats, TargetInfo
+from xentlib.math.softmax import FLOOR, INF, Algebra, BlockStats, NonTargetStats, TargetInfo
 
 Array = Any  # a tensor or an array of the backend
 # A tail's log-probability stands no lower where its p divides: exp(80) is a float32, and classes of
