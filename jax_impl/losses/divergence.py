@@ -33,8 +33,6 @@ from xentlib.jax.core.call import Arrays, DivergenceOptions, Options, as_gradien
 from xentlib.jax.core.gradients import Gradients, add_products, power_of_two
 from xentlib.jax.core.logits import Chunk, ChunkedLogits, chunked_logits, scaled
 from xentlib.jax.core.loop import at_rows, gather_tokens, over_chunks, unpack
-from xentlib.jax.core.pairs import PairedLogits, PairTerms
-from xentlib.jax.core.soft_labels import SoftLogits
 from xentlib.jax.core.stats import axes_of_stats, put_rows
 from xentlib.jax.core.vocab import upstream_of, vary, varying
 from xentlib.jax.derivatives import Needs, differentiable, named, primal_values, refused, wanted
@@ -46,6 +44,8 @@ from xentlib.jax.losses.loss import (
     scale_gradients,
     token_weights,
 )
+from xentlib.jax.losses.pairs import PairedLogits, PairTerms
+from xentlib.jax.losses.soft_logits import SoftLogits
 from xentlib.jax.losses.teacher import bind_teacher, labels_for, logits_teacher, of_both
 from xentlib.jax.micro_batch import labelled
 from xentlib.jax.placement import run, whole_rows

@@ -21,7 +21,6 @@ from xentlib.jax.binding import bind, bind_logits
 from xentlib.jax.core.call import Arrays, DivergenceOptions, Options, Placement, as_gradients
 from xentlib.jax.core.layout import per_token
 from xentlib.jax.core.logits import Chunk, scaled
-from xentlib.jax.core.soft_labels import beside_classes
 from xentlib.jax.derivatives import Needs, differentiable, named, primal_values
 from xentlib.jax.head import unwrapped
 from xentlib.jax.losses.classes import check_values
@@ -35,6 +34,7 @@ from xentlib.jax.losses.divergence import (
 )
 from xentlib.jax.losses.logprobs import upstream_in
 from xentlib.jax.losses.loss import in_chunks, logits_gradient
+from xentlib.jax.losses.soft_logits import beside_classes
 from xentlib.jax.losses.teacher import classes_of, labels_for
 from xentlib.jax.micro_batch import labelled
 from xentlib.jax.placement import run

@@ -136,7 +136,7 @@ def test_zeros_of_either_sign_are_equal(backend: str) -> None:
     assert np.array_equal(outcome_of(backend, call, {}).top_ids, right_ids(problem, logits, K))
 
 
-MODULES = {"torch": "xentlib.torch.core.classes", "jax": "xentlib.jax.losses.classes"}
+MODULES = {"torch": "xentlib.torch.losses.classes", "jax": "xentlib.jax.losses.classes"}
 
 
 def test_a_nan_stays_in_its_token(backend: str) -> None:

@@ -26,7 +26,7 @@ LAYERS = {
     "wrappers": {"backend": "wrappers"},
     "placement": {"backend": "head placement"},
     "binding": {"backend": "binding"},
-    "functions": {"backend": "losses"},
+    "functions": {"backend": "losses triton.pairs"},
     "api": {"backend": "api"},
     "heads": {
         "backend": "module head.module head.lazy_logits integrations accumulate window "

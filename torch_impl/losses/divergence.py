@@ -36,7 +36,6 @@ from xentlib.torch.binding import bind, bind_logits, tokens
 from xentlib.torch.core.gemm import power_of_two
 from xentlib.torch.core.gradients import Gradients, fake_gradients
 from xentlib.torch.core.loop import HeadLoop, run
-from xentlib.torch.core.pairs import in_halves
 from xentlib.torch.core.tokens import check_ids, check_labels
 from xentlib.torch.losses.loss import (
     NUM_SAVED,
@@ -60,6 +59,7 @@ from xentlib.torch.losses.paired import (
     Residuals,
     logits_values,
 )
+from xentlib.torch.losses.pairs import in_halves
 from xentlib.torch.losses.teacher import (
     TeacherCall,
     kernels_of,

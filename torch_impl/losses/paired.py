@@ -20,8 +20,8 @@ from xentlib.torch.core.consistency import Terms
 from xentlib.torch.core.kernels import LogitsBlock
 from xentlib.torch.core.logits import Chunk, ChunkedLogits
 from xentlib.torch.core.loop import HeadLoop, Objective, Out
-from xentlib.torch.core.pairs import PairedLogits, Unit
 from xentlib.torch.core.stats import all_stats
+from xentlib.torch.losses.pairs import PairedLogits, Unit
 from xentlib.torch.losses.teacher import KINDS, TeacherCall, is_tempered, kernels_of, paired
 from xentlib.torch.operators import HeadCall
 

@@ -32,11 +32,11 @@ from xentlib.torch.core.consistency import Terms
 from xentlib.torch.core.device import host_readable
 from xentlib.torch.core.eager import Eager
 from xentlib.torch.core.loop import HeadLoop, Out
-from xentlib.torch.core.pairs import Unit, restore
 from xentlib.torch.core.stats import columns_of, over_shards
 from xentlib.torch.losses.divergence import RESULTS, divergence_op
 from xentlib.torch.losses.logprobs import LOGITS_FUNCTION, Values, logprobs_op
 from xentlib.torch.losses.paired import Loss, PairedRecompute
+from xentlib.torch.losses.pairs import Unit, restore
 from xentlib.torch.losses.teacher import KINDS, TeacherCall, labels_for, probabilities, soft_logits
 from xentlib.torch.micro_batch import label_loss
 from xentlib.torch.operators import (

@@ -32,10 +32,10 @@ from xentlib.torch.core.eager import Eager
 from xentlib.torch.core.kernels import DIVERGENCES_IN_TRITON, Kernels, kernels_for
 from xentlib.torch.core.logits import ChunkedLogits
 from xentlib.torch.core.loop import HeadLoop
-from xentlib.torch.core.pairs import HeadTeacher, InPlace, LogitsTeacher, PairedLogits
 from xentlib.torch.core.tokens import counted
 from xentlib.torch.core.vocab import ShardedVocab
 from xentlib.torch.head.modules import replaced, split_lora
+from xentlib.torch.losses.pairs import HeadTeacher, InPlace, LogitsTeacher, PairedLogits
 from xentlib.torch.micro_batch import readable
 from xentlib.torch.operators import HeadCall, not_differentiable
 from xentlib.torch.placement.head import behind_shards, gather_head, place_head
@@ -200,7 +200,7 @@ def soft_logits(
     loop: HeadLoop, logits: ChunkedLogits, labels: TeacherCall, *, entropy: bool
 ) -> PairedLogits:
     """Logits with the class probabilities of their tokens beside them."""
-    from xentlib.torch.core.soft_labels import FewClasses, SoftLogits
+    from xentlib.torch.losses.soft_logits import FewClasses, SoftLogits
 
     kind = CrossEntropy(torch, torch.exp, ALGEBRA, loop.call.scalars, loop.vocab.size)
     rows = (FewClasses if labels.sparse else LogitsTeacher)(labels.head.hidden, None, logits)

@@ -31,9 +31,8 @@ from xentlib.options import DIVERGENCES, TAILS
 from xentlib.teacher import TeacherLogits, TeacherTopK
 from xentlib.torch.array_spec import array_spec, as_tensor, only_tensors
 from xentlib.torch.binding import tokens
-from xentlib.torch.core.classes import CLASSES
 from xentlib.torch.core.device import host_readable, onto
-from xentlib.torch.losses.classes import FewClasses, class_results
+from xentlib.torch.losses.classes import CLASSES, FewClasses, class_results
 from xentlib.torch.losses.divergence import logits_divergence, output_of
 from xentlib.torch.losses.loss import Weighting, reduced, token_weights
 from xentlib.torch.operators import not_differentiable

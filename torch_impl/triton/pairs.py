@@ -18,8 +18,8 @@ from xentlib.math.divergence import DzTerms
 from xentlib.math.softmax import BLOCK_COLUMNS, TargetInfo, TokenStats, WantedStats
 from xentlib.options import DIVERGENCES
 from xentlib.torch.core.kernels import LogitsBlock
-from xentlib.torch.core.pairs import KernelPair, LogitsTeacher, PairedLogits, Unit, UnitValues
 from xentlib.torch.core.precomputed import LogitsGradient
+from xentlib.torch.losses.pairs import KernelPair, LogitsTeacher, PairedLogits, Unit, UnitValues
 from xentlib.torch.triton import pair_programs
 from xentlib.torch.triton.launch import DTYPES, Triton, device_of, options
 

@@ -24,9 +24,9 @@ from xentlib.jax.core.layout import (
 )
 from xentlib.jax.core.logits import Chunk, ChunkedLogits, logits_of
 from xentlib.jax.core.loop import at_rows
-from xentlib.jax.core.pairs import ChunkValues, PairTerms, restored
 from xentlib.jax.core.stats import over_shards
 from xentlib.jax.core.vocab import sum_blocks
+from xentlib.jax.losses.pairs import ChunkValues, PairTerms, restored
 from xentlib.math.divergence import DzTerms
 from xentlib.math.soft_labels import CrossEntropy, Largest, SoftSums
 from xentlib.math.softmax import WantedStats

@@ -18,7 +18,7 @@ from xentlib.math.soft_labels import FAR, CrossEntropy, Largest, SoftSums
 from xentlib.math.softmax import WantedStats
 from xentlib.torch.core.eager import Eager
 from xentlib.torch.core.kernels import LogitsBlock
-from xentlib.torch.core.pairs import (
+from xentlib.torch.losses.pairs import (
     KernelPair,
     LogitsTeacher,
     Pair,
