@@ -4,11 +4,11 @@
     python .ci/bits.py --write FILE     here alone, as JSON
     python .ci/bits.py --parts torch jax BASE
 
-The calls are in bits_torch.py, bits_ranks.py, bits_jax.py and bits_jaxprs.py. They use nothing but
-the public functions, so that they stand while what is behind these is rebuilt. Of each call every
-output and gradient is written down as a hash of its dtype, shape and bytes, of every rank, and the
-collectives of its forward and its backward with their bytes; of a jaxpr its text. Hashes are of one
-machine: another's products may round otherwise.
+The calls are in bits_torch.py, bits_ranks.py and bits_jax.py. They use nothing but the public
+functions, so that they stand while what is behind these is rebuilt. Of each call every output and
+gradient is written down as a hash of its dtype, shape and bytes, of every rank, and the collectives
+of its forward and its backward with their bytes; of a jaxpr its text. Hashes are of one machine:
+another's products may round otherwise.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ PARTS = {
     "ranks": ("bits_ranks.py", {}),
     "zero": ("bits_ranks.py", {"DS_ACCELERATOR": "cpu", "DS_BUILD_OPS": "0"}),
     "jax": ("bits_jax.py", {"JAX_PLATFORMS": "cpu"}),
-    "jaxprs": ("bits_jaxprs.py", {"JAX_PLATFORMS": "cpu"}),
+    "jaxprs": ("bits_jax.py", {"JAX_PLATFORMS": "cpu"}),
 }
 
 Calls = dict[str, dict[str, Any]]

@@ -22,7 +22,7 @@ def test_a_jaxpr_is_what_is_computed_and_not_how_it_is_called(monkeypatch: Any) 
     import numpy as np
 
     monkeypatch.syspath_prepend(str(CI))
-    traced = load(CI / "bits_jaxprs.py").traced
+    traced = load(CI / "bits_jax.py").traced
     table = np.arange(3.0, dtype=np.float32)
 
     @jax.custom_vjp
@@ -50,7 +50,7 @@ def test_a_jaxpr_is_what_is_computed_and_not_how_it_is_called(monkeypatch: Any) 
     assert traced(one, x) != before
 
 
-@pytest.mark.parametrize("file", ["bits_torch.py", "bits_jaxprs.py"])
+@pytest.mark.parametrize("file", ["bits_torch.py", "bits_jax.py"])
 def test_every_public_function_is_called(file: str) -> None:
     """Catches: a new function, which no change of bits would be seen of."""
     backend = pytest.importorskip("xentlib.torch" if "torch" in file else "xentlib.jax")
