@@ -101,6 +101,8 @@ class Rule(NamedTuple):
     # PyTorch's operators take a tensor: it is learned, counted on the device or one for each token.
     # Of the others, the fields of `Scalars`, the host reads the number.
     tensor: bool = False
+    # The loss of class probabilities has it too; one that is not marked so is refused with them.
+    probabilities: bool = False
 
 
 RULES: dict[str, Rule] = {
@@ -109,9 +111,11 @@ RULES: dict[str, Rule] = {
         "a positive number or one entry per token", low=0, open_low=True, tensor=True
     ),
     "denominator": Rule("a number >= 0 or a 0-d array", low=0, tensor=True),
-    "softcap": Rule("None, a positive number or a 0-d array", low=0, open_low=True),
-    "label_smoothing": Rule("a number in [0, 1]", low=0, high=1, array=False),
-    "z_loss": Rule("a number >= 0 or a 0-d array", low=0),
+    "softcap": Rule(
+        "None, a positive number or a 0-d array", low=0, open_low=True, probabilities=True
+    ),
+    "label_smoothing": Rule("a number in [0, 1]", low=0, high=1, array=False, probabilities=True),
+    "z_loss": Rule("a number >= 0 or a 0-d array", low=0, probabilities=True),
     "beta": Rule(
         "a number between 0 and 1, neither of them",
         0,

@@ -17,7 +17,7 @@ from xentlib.jax.core.layout import of_width, per_token, sums_by_blocks, width
 from xentlib.jax.core.logits import Chunk, ChunkedLogits, logits_of
 from xentlib.jax.core.stats import stats_of
 from xentlib.jax.core.vocab import sum_blocks
-from xentlib.math.divergence import DzTerms, Pairs, PairSums
+from xentlib.math.divergence import KINDS, DzTerms, Kind, PairSums
 from xentlib.math.softmax import TokenStats, WantedStats
 
 
@@ -48,12 +48,12 @@ class PairedLogits(NamedTuple):
 
     student: ChunkedLogits
     teacher: ChunkedLogits
-    kind: Pairs
+    kind: Kind
 
     @classmethod
     def of(cls, student: ChunkedLogits, teacher: ChunkedLogits, kind: str) -> PairedLogits:
         beta = student.options.scalars.beta
-        return cls(student, teacher, Pairs(jnp, exp, kind, 0.0 if beta is None else beta))
+        return cls(student, teacher, KINDS[kind](jnp, exp, 0.0 if beta is None else beta))
 
     @property
     def tempered_nll(self) -> bool:

@@ -134,6 +134,12 @@ BAD = [
         "`label_smoothing` must be a number in [0, 1]; got 1.5.",
     ),
     Bad(
+        "smoothing an array",
+        ValueError,
+        {"label_smoothing": zeros(1)},
+        "`label_smoothing` must be a number in [0, 1]; got an array of float32 and shape (1,).",
+    ),
+    Bad(
         "negative z-loss",
         ValueError,
         {"z_loss": -0.1},

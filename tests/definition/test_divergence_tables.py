@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from helpers.modules import ROOT
+from xentlib.math.divergence import KINDS as ARITHMETIC
 from xentlib.options import DIVERGENCES
 from xentlib.plan.memory import JAX_ARRAYS, TORCH_ARRAYS
 from xentlib.tools.parity.rows.divergences import KINDS
@@ -14,6 +15,7 @@ from xentlib.tools.parity.rows.divergences import KINDS
 
 @pytest.mark.parametrize("kind", DIVERGENCES)
 def test_every_kind_is_in_every_table(kind):
+    assert ARITHMETIC[kind].name == kind
     assert kind in TORCH_ARRAYS
     assert kind in JAX_ARRAYS
     assert kind in [how["kind"] for how in KINDS]

@@ -74,6 +74,19 @@ def test_a_part_that_is_missing_is_noticed(tmp_path: Path, left_out: str, said: 
     assert said in done.stderr.splitlines()[-1]
 
 
+def test_class_probabilities_refuse_what_is_not_marked_for_them(tmp_path):
+    """A factor of the label's own probability, say, of which they have none; its author forgot
+    them."""
+    assert written(tmp_path).returncode == 0
+    options = tmp_path / "xentlib" / "options.py"
+    line = f'"{NAME}": Rule("a number or a 0-d array"'
+    text = options.read_text("utf-8")
+    assert text.count(f"{line}, probabilities=True)") == 1
+    options.write_text(text.replace(f"{line}, probabilities=True)", f"{line})"), "utf-8")
+    done = of_the_copy(tmp_path, "unmarked")
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
 @pytest.mark.parametrize("name", Scalars._fields)
 def test_every_option_is_in_a_case_and_on_a_page(name):
     assert any(name in case.options for case in (*GRID, *DIVERGENCES))

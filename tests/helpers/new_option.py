@@ -3,6 +3,7 @@
 python new_option.py oracle           both backends, held to the oracle
 python new_option.py handed           what each `CrossCheck` hands to its reference
 python new_option.py elsewhere        with class probabilities, precomputed logits and a teacher
+python new_option.py unmarked         with class probabilities, which its rule does not name
 python new_option.py differs          two ranks, and two devices, with values of their own
 """
 
@@ -26,7 +27,9 @@ EDITS = {
         ),
     },
     "xentlib/options.py": {
-        "RULES: dict[str, Rule] = {\n": f'    "{NAME}": Rule("a number or a 0-d array"),\n',
+        "RULES: dict[str, Rule] = {\n": (
+            f'    "{NAME}": Rule("a number or a 0-d array", probabilities=True),\n'
+        ),
     },
     "xentlib/math/softmax.py": {
         "        loss, z_term = nll, self.xp.zeros_like(nll)\n": (
@@ -134,6 +137,24 @@ def elsewhere() -> None:
             assert named, f"{name} ignores {NAME}"
 
 
+def unmarked() -> None:
+    import jax.numpy as jnp
+    import numpy as np
+    import pytest
+    import torch
+
+    import xentlib.jax
+    import xentlib.torch
+
+    x, probs = np.ones((5, 3), np.float32), np.full((5, 7), 1 / 7, np.float32)
+    for X, array in ((xentlib.torch, torch.from_numpy), (xentlib.jax, jnp.asarray)):
+        few = X.SoftLabels(array(np.zeros((5, 1), np.int32)), array(probs[:, :1]))
+        for labels in (array(probs), few):
+            X.chunked_nll(array(x), array(np.ones((7, 3), np.float32)), labels)
+            with pytest.raises(ValueError, match=NAME):
+                X.chunked_nll(array(x), array(np.ones((7, 3), np.float32)), labels, **{NAME: 0.3})
+
+
 def handed() -> None:
     import jax
     import jax.numpy as jnp
@@ -197,4 +218,5 @@ def differs() -> None:
 
 if __name__ == "__main__":
     parts = {"oracle": oracle, "handed": handed, "elsewhere": elsewhere, "differs": differs}
+    parts["unmarked"] = unmarked
     parts[sys.argv[1]]()

@@ -208,7 +208,7 @@ BAD: dict[str, tuple[dict[str, Any], dict[str, Any], str, str]] = {
     "other shape": ({"logprobs": lambda p: p[:, :-1]}, {}, "class", "`logprobs` must have shape"),
     "no such class": ({"ids": lambda i: i * 0 + V}, {}, "class", "must hold classes in [0, 301)"),
     "no such tail": ({}, {}, "keep", "`tail` must be one of 'class', 'renormalize', 'drop'"),
-    "a JSD without": ({}, JSD, "drop", "`tail` must be 'class' or 'renormalize' for a JSD"),
+    "a JSD without": ({}, JSD, "drop", "`tail` must be 'class' or 'renormalize' with kind='jsd'"),
     "teacher's entropy": ({}, {"outputs": ("teacher_entropy",)}, "class", "not have 'teacher_ent"),
     "another temperature": ({}, {"temperature": 2.0, "stored": 1.0}, "class", "`temperature` must"),
     "tempered labels": (

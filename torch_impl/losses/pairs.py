@@ -9,13 +9,14 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from xentlib.checks.divergence import check_vocabulary, of_teacher
-from xentlib.math.divergence import NEAR, TERMS, DzTerms, Near0, Pairs, PairSums
+from xentlib.math.divergence import KINDS, NEAR, TERMS, DzTerms, Kind, Near0, PairSums
 from xentlib.math.softmax import BlockStats, NonTargetStats, TargetInfo, TokenStats, WantedStats
 from xentlib.torch.core.algebra import ALGEBRA
 from xentlib.torch.core.device import chunk_bytes
@@ -29,14 +30,12 @@ Pair = tuple[LogitsBlock, LogitsBlock]  # of the student and of the teacher, the
 KernelPair = tuple[Eager, Eager]  # who computes on each
 
 
-class InPlace(Pairs):
+class InPlace(Kind):
     """With the longest steps in the memory that they began with: a new array costs a CPU as much as
     two operations on it."""
 
-    __slots__ = ()
-
     def series(self, x: Tensor) -> Tensor:
-        """`Pairs.series`."""
+        """`Kind.series`."""
         terms = TERMS[x.dtype.itemsize]
         total = x * (1.0 / math.factorial(terms + 1))
         total.add_(1.0 / math.factorial(terms))
@@ -45,7 +44,7 @@ class InPlace(Pairs):
         return total.mul_(x).mul_(x)
 
     def near0(self, x: Tensor) -> Near0:
-        """`Pairs.near0`."""
+        """`Kind.near0`."""
         near = x.clamp(min=NEAR)
         rest = x.sub_(near)
         phi = self.series(near)
@@ -56,6 +55,9 @@ class InPlace(Pairs):
         more = less.mul_(grown)
         t.add_(more)
         return Near0(grown.mul_(e), t, phi.add_(more.sub_(rest)), psi)
+
+
+IN_PLACE = {name: type(name, (InPlace, kind), {}) for name, kind in KINDS.items()}
 
 
 class Unit(NamedTuple):
@@ -176,7 +178,7 @@ class PairedLogits:
     def kernels(self) -> KernelPair:
         """With their scratch; given up before a GEMM."""
         kernels: Any = (self.student.kernels(), self.teacher.kernels())
-        self.kind = self.kind._replace(exp=kernels[0].exp)
+        self.kind = replace(self.kind, exp=kernels[0].exp)
         pair_kernels: KernelPair = kernels
         return pair_kernels
 

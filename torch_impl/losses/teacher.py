@@ -35,7 +35,7 @@ from xentlib.torch.core.loop import HeadLoop
 from xentlib.torch.core.tokens import counted
 from xentlib.torch.core.vocab import ShardedVocab
 from xentlib.torch.head.modules import replaced, split_lora
-from xentlib.torch.losses.pairs import HeadTeacher, InPlace, LogitsTeacher, PairedLogits
+from xentlib.torch.losses.pairs import IN_PLACE, HeadTeacher, LogitsTeacher, PairedLogits
 from xentlib.torch.micro_batch import readable
 from xentlib.torch.operators import HeadCall, not_differentiable
 from xentlib.torch.placement.head import behind_shards, gather_head, place_head
@@ -161,7 +161,7 @@ def paired(loop: HeadLoop, student: ChunkedLogits, teacher: TeacherCall, loss: A
         student.block_rows = -(-student.block_rows // 4)
     if loss.kind == SOFT_LABELS:
         return soft_logits(loop, student, teacher, entropy=loss.entropy)
-    kind = InPlace(torch, torch.exp, loss.kind, loop.call.scalars.beta or 0.0)
+    kind = IN_PLACE[loss.kind](torch, torch.exp, loop.call.scalars.beta or 0.0)
     if teacher.head.weight is None:
         teacher_rows = LogitsTeacher(teacher.head.hidden, teacher.head.temperature, student)
         return pairs(student, teacher_rows, kind, loss.wanted)

@@ -16,8 +16,7 @@ from torch import Tensor
 from xentlib.checks.divergence import of_teacher
 from xentlib.math.divergence import DzTerms
 from xentlib.math.softmax import BLOCK_COLUMNS, TargetInfo, TokenStats, WantedStats
-from xentlib.options import DIVERGENCES
-from xentlib.torch.core.kernels import LogitsBlock
+from xentlib.torch.core.kernels import DIVERGENCES_IN_TRITON, LogitsBlock
 from xentlib.torch.core.precomputed import LogitsGradient
 from xentlib.torch.losses.pairs import KernelPair, LogitsTeacher, PairedLogits, Unit, UnitValues
 from xentlib.torch.triton import pair_programs
@@ -98,7 +97,7 @@ class TritonPairs(PairedLogits):
         """[k, blocks, B] of the terms of step 4, of those that delta needs if `first`."""
         ((rows, _),) = unit.pairs
         count, columns = rows.z_BV.shape[0], self.student.local_size
-        number = 2 if first else 4 if self.kind.kind == "reverse_kl" else 3
+        number = 2 if first else sum(self.kind.sums)
         blocks = max(1, triton.cdiv(columns, BLOCK_COLUMNS))
         make = rows.z_BV.new_empty if columns else rows.z_BV.new_zeros
         sums: Tensor = make(number, blocks, count, dtype=torch.float32)
@@ -178,8 +177,8 @@ class TritonPairs(PairedLogits):
                 valid_ptr=student["valid_ptr"], V=columns,
                 **prefixed("s", student), **prefixed("t", teacher),
                 lse_s_ptr=lse, lse_t_ptr=other, delta_ptr=delta, left_out_ptr=left_out,
-                beta=self.kind.beta, KIND=DIVERGENCES.index(self.kind.kind),
-                **more, **pair_options(columns, self.kind.kind),
+                beta=self.kind.beta, KIND=DIVERGENCES_IN_TRITON.index(self.kind.name),
+                **more, **pair_options(columns, self.kind.name),
             )  # fmt: skip
 
 

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from xentlib.checks.validators import Refusals, check_choice, check_flag, check_rule
+from xentlib.math.divergence import KINDS
 from xentlib.options import DIVERGENCES, RULES
 
 PROTOCOL = {
@@ -139,11 +140,12 @@ def check_distillation(options: Any, kind: str) -> None:
         return
     check_choice("divergence", divergence, DIVERGENCES)
     DISTILLED.require("step", kind == "step", kind=kind)
-    if divergence == "jsd" and beta is not None:
+    takes_beta = KINDS[divergence].takes_beta
+    if takes_beta and beta is not None:
         check_rule("beta", beta, RULES["beta"])
     else:
         way = "Pass 0.5 for the symmetric one." if beta is None else "Leave it out."
-        fits = divergence != "jsd" and beta is None
+        fits = not takes_beta and beta is None
         DISTILLED.require("beta", fits, beta=beta, divergence=divergence, way=way)
     for name, value in options.of_loss.items():
         DISTILLED.require("labels", value == 0, name=name, value=value)

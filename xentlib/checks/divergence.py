@@ -17,6 +17,7 @@ from xentlib.checks.validators import (
     check_rule,
     quoted,
 )
+from xentlib.math.divergence import KINDS
 from xentlib.math.top_k import MOST
 from xentlib.options import (
     DIVERGENCE_OUTPUTS,
@@ -75,7 +76,7 @@ DIVERGING = Refusals(
     "`TeacherTopK(ids, logprobs, temperature=...)`, and pass the same.",
     tempered_few="`temperature` must be 1 with `nll_weight` for a `TeacherTopK`; got another, and "
     "the labels' NLL is of logits without it. Add `chunked_nll` of the same hidden states instead.",
-    jsd_dropped="`tail` must be 'class' or 'renormalize' for a JSD; got 'drop'. Pass 'class'.",
+    dropped="`tail` must be 'class' or 'renormalize' with kind={kind!r}; got 'drop'. Pass 'class'.",
     ids_shape="`{name}` must have shape {leading} + (K,), as the teacher's `ids`; got {shape}. "
     "Pass one log-probability for each class.",
     mass="`logprobs` must be log-probabilities, of which those of a token add up to 1 at most; got "
@@ -103,11 +104,12 @@ def of_teacher() -> Iterator[None]:
 
 def check_kind(call: DivergenceArguments | LogitsDivergenceArguments) -> None:
     check_choice("kind", call.kind, DIVERGENCES)
-    if call.kind == "jsd" and call.beta is not None:
+    takes_beta = KINDS[call.kind].takes_beta
+    if takes_beta and call.beta is not None:
         check_rule("beta", call.beta, RULES["beta"])
         return
     way = "Pass `beta=0.5` for the symmetric one." if call.beta is None else "Leave it out."
-    DIVERGING.require("beta", call.kind != "jsd" and call.beta is None, **_beta(call), way=way)
+    DIVERGING.require("beta", not takes_beta and call.beta is None, **_beta(call), way=way)
 
 
 def _beta(call: Any) -> dict[str, Any]:
@@ -151,7 +153,7 @@ def check_top_k(call: DivergenceArguments, teacher: TeacherTopK[Any]) -> None:
         "way": "Set its ids that the student does not have to -1, which leaves them to the tail.",
     }
     DIVERGING.require("intersect", call.vocab == "same", **words)
-    DIVERGING.require("jsd_dropped", call.kind != "jsd" or teacher.tail != "drop")
+    DIVERGING.require("dropped", KINDS[call.kind].drops or teacher.tail != "drop", kind=call.kind)
     DIVERGING.require("entropy_of_few", "teacher_entropy" not in call.outputs)
     plain = isinstance(call.temperature, (int, float)) and call.temperature == 1
     DIVERGING.require("tempered_few", plain or not call.nll_weight)

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from xentlib.arguments import SCALARS, Scalars
+from xentlib.arguments import Scalars
 from xentlib.checks.classes import check_classes
 from xentlib.checks.validators import ArraySpec, Refusals, check_device, check_floating
 from xentlib.labels import SoftLabels
+from xentlib.options import RULES
 
 LARGEST = ("correct", "predicted")  # of `outputs`, what a class that is right is needed for
 SOFT = Refusals(
@@ -54,7 +55,7 @@ def check_read(call: Any) -> None:
     for name, default in Scalars._field_defaults.items():
         value = getattr(call, name, default)
         unset = value is default or (isinstance(value, (int, float)) and value == default)
-        SOFT.require("option", name in SCALARS["chunked_nll"] or unset, name=name, value=value)
+        SOFT.require("option", RULES[name].probabilities or unset, name=name, value=value)
 
 
 def check_soft(

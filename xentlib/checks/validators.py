@@ -24,6 +24,10 @@ class ArraySpec(NamedTuple):
     dtype: str
     device: str | None = None
 
+    def __repr__(self) -> str:
+        """As a message has it."""
+        return f"an array of {self.dtype} and shape {self.shape}"
+
 
 Scalar = float | int | ArraySpec | None
 # Of `head_routes`.

@@ -14,7 +14,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any, ClassVar, NamedTuple
 
 Array = Any  # a tensor or an array of the backend
 
@@ -52,18 +53,44 @@ class Near0(NamedTuple):
     psi: Array  # x exp(x) - expm1(x)
 
 
-class Pairs(NamedTuple):
-    """Bound to a framework: its namespace and an exp of [B, V]; and to a kind of divergence."""
+class Sides(NamedTuple):
+    """Of x: its sign; and 1 or 0, where it is not positive and where it is: a product with one of
+    them selects."""
+
+    sign: Array
+    left: Array
+    right: Array
+
+
+@dataclass(frozen=True)
+class Kind:
+    """What kinds of divergences share, bound to a framework: its namespace and an exp of [B, V];
+    and to the number that a kind has. Each kind is a class, by its name in `KINDS`."""
 
     xp: Any
     exp: Any
-    kind: str
     beta: float = 0.0
 
-    @property
-    def twice(self) -> bool:
-        """Whether delta is known before the terms: of a JSD, which is no polynomial of it."""
-        return self.kind == "jsd"
+    name: ClassVar[str]
+    student_first: ClassVar[bool]  # p is the student's; else the teacher's
+    sums: ClassVar[tuple[bool, bool, bool, bool]]  # which of `PairSums` it has
+    takes_beta: ClassVar[bool] = False
+    twice: ClassVar[bool] = False  # delta is known before the terms: of what is no polynomial of it
+    drops: ClassVar[bool] = False  # a sum of p log(p / q) over a few classes is a loss
+    finite_slope: ClassVar[bool] = True  # also where the divergence is infinite
+
+    def terms_of(self, w: Array, x: Array, at: Sides, near: Near0) -> tuple[Array, Array, PairSums]:
+        """Of `ratio`, and of -|x|: p and a, of which dz is made, and the terms of the sums."""
+        raise NotImplementedError
+
+    def value_and_dz(self, total: Array, value: Array, sums: PairSums) -> tuple[Array, DzTerms]:
+        """Step 5: the divergence of each token, of `value` by `total`, and what dz is made of."""
+        raise NotImplementedError
+
+    def with_nll(self, dz: DzTerms, total: Array, weight: float) -> DzTerms:
+        """With the gradient of that much NLL, but for -1 in the target's column: weight p_S, and
+        p / total is p_S."""
+        return dz._replace(shift=dz.shift + weight / total)
 
     def series(self, x: Array) -> Array:
         """phi of small numbers."""
@@ -87,13 +114,12 @@ class Pairs(NamedTuple):
     def ratio(
         self, z_s: Array, z_t: Array, lse_s: Array, lse_t: Array, delta: Array | None = None
     ) -> tuple[Array, Array]:
-        """w, the larger of p and q, and x = log(q / p): of "reverse_kl" p is the student's, of the
-        others the teacher's. lse and delta are [B, 1]."""
+        """w, the larger of p and q, and x = log(q / p). lse and delta are [B, 1]."""
         xp, clip = self.xp, self.xp.clip
         z_s, z_t = clip(z_s, min=FLOOR), clip(z_t, min=FLOOR)
         w = self.exp(xp.maximum(z_s - lse_s, z_t - lse_t))
         x = (z_s - z_t) - (lse_s - lse_t)
-        if self.kind == "reverse_kl":
+        if self.student_first:
             x = -x
         if delta is None:
             return w, x
@@ -109,31 +135,104 @@ class Pairs(NamedTuple):
         return self.xp.log1p(excess / total)
 
     def terms(self, w: Array, x: Array) -> tuple[Array, Array, PairSums]:
-        """p and a, of which dz is made, and the terms of the sums."""
-        xp = self.xp
-        sign = xp.sign(x)
-        right = xp.clip(sign, min=0.0)  # 1 or 0: a product with it selects
-        left = 1.0 - right
-        near = self.near0(-xp.abs(x))
-        if self.kind == "jsd":
-            less = w * near.exp
-            p, q = left * w + right * less, left * less + right * w
-            return self.jsd_terms(x, p, q, near.expm1, left, right)
-        more, value = -sign * (w * near.expm1), w * (right * near.psi + left * near.phi)
-        if self.kind == "reverse_kl":
-            p = left * w + right * (w * near.exp)
-            a = p * x
-            return p, a, PairSums(p, value, more, a)
+        """`terms_of`."""
+        sign = self.xp.sign(x)
+        right = self.xp.clip(sign, min=0.0)
+        at = Sides(sign, 1.0 - right, right)
+        return self.terms_of(w, x, at, self.near0(-self.xp.abs(x)))
+
+    def named(self, sums: Iterable[Array]) -> PairSums:
+        """Those that the kind has, in their order."""
+        rows = iter(sums)
+        return PairSums(*(next(rows) if one else None for one in self.sums))
+
+    def of_sums(self, sums: PairSums) -> tuple[Array, DzTerms]:
+        """Step 5, of what is not negative, and infinite beyond `INFINITE`."""
+        value, dz = self.value_and_dz(sums.total, sums.value / sums.total, sums)
+        value = self.xp.where(value < 0.0, 0.0, value)
+        infinite = value > INFINITE
+        if not self.finite_slope:
+            dz = DzTerms(*(self.xp.where(infinite, math.nan, x) for x in dz))
+        return self.xp.where(infinite, math.inf, value), dz
+
+
+class KL(Kind):
+    """KL(p : q), of either direction."""
+
+    drops = True
+
+    def kl_terms(self, w: Array, at: Sides, near: Near0) -> tuple[Array, Array]:
+        """Terms of q - p, and of the divergence."""
+        return -at.sign * (w * near.expm1), w * (at.right * near.psi + at.left * near.phi)
+
+    def kl(self, total: Array, value: Array, sums: PairSums) -> tuple[Array, Array]:
+        """(sum of q) / (sum of p) - 1, and the divergence."""
+        excess = sums.excess / total
+        # Exact, as the sum of p exp(x) is 1 + excess.
+        return excess, value - self.series(self.xp.log1p(excess))
+
+
+class ForwardKL(KL):
+    """KL(teacher : student): dz = q - p, q the student's."""
+
+    name = "forward_kl"
+    student_first = False
+    sums = (True, True, True, False)
+
+    def terms_of(self, w: Array, x: Array, at: Sides, near: Near0) -> tuple[Array, Array, PairSums]:
+        """`Kind.terms_of`: a is q - p."""
+        more, value = self.kl_terms(w, at, near)
         # p is multiplied by what is small: it may be rounded at the size of w.
-        p = w - xp.clip(more, min=0.0)
+        p = w - self.xp.clip(more, min=0.0)
         return p, more, PairSums(p, value, more, None)
 
-    def jsd_terms(
-        self, x: Array, p: Array, q: Array, t: Array, left: Array, right: Array
-    ) -> tuple[Array, Array, PairSums]:
-        """Of p_S and p_S v, v = log(p_S / m). With u = log(p_T / m), v - u = x: one of the two is a
-        log1p of t = expm1(-|x|), which overflows nowhere."""
-        beta = self.beta
+    def value_and_dz(self, total: Array, value: Array, sums: PairSums) -> tuple[Array, DzTerms]:
+        """`Kind.value_and_dz`."""
+        excess, value = self.kl(total, value, sums)
+        gain = 1.0 / (total + sums.excess)
+        # Of equal logits +0, so that dz is.
+        return value, DzTerms(gain, self.xp.where(excess == 0.0, 0.0, -gain * excess))
+
+    def with_nll(self, dz: DzTerms, total: Array, weight: float) -> DzTerms:
+        """`Kind.with_nll`: p_S is gain (a + p)."""
+        return DzTerms(dz.gain + weight * dz.gain, dz.shift + weight * dz.gain)
+
+
+class ReverseKL(KL):
+    """KL(student : teacher): dz = p (D - x), p the student's."""
+
+    name = "reverse_kl"
+    student_first = True
+    sums = (True, True, True, True)
+    finite_slope = False
+
+    def terms_of(self, w: Array, x: Array, at: Sides, near: Near0) -> tuple[Array, Array, PairSums]:
+        """`Kind.terms_of`: a is p x."""
+        more, value = self.kl_terms(w, at, near)
+        p = at.left * w + at.right * (w * near.exp)
+        a = p * x
+        return p, a, PairSums(p, value, more, a)
+
+    def value_and_dz(self, total: Array, value: Array, sums: PairSums) -> tuple[Array, DzTerms]:
+        """`Kind.value_and_dz`."""
+        _, value = self.kl(total, value, sums)
+        return value, DzTerms(-1.0 / total, (1.0 / total) * (sums.slope / total))
+
+
+class JSD(Kind):
+    """beta KL(teacher : m) + (1 - beta) KL(student : m), m their mixture with that weight."""
+
+    name = "jsd"
+    student_first = False
+    sums = (True, True, False, True)
+    takes_beta = twice = True
+
+    def terms_of(self, w: Array, x: Array, at: Sides, near: Near0) -> tuple[Array, Array, PairSums]:
+        """`Kind.terms_of`, of p_S and p_S v, v = log(p_S / m). With u = log(p_T / m), v - u = x:
+        one of the two is a log1p of t = expm1(-|x|), which overflows nowhere."""
+        _, left, right = at
+        less, t, beta = w * near.exp, near.expm1, self.beta
+        p, q = left * w + right * less, left * less + right * w
         part = -self.xp.log1p((left * (1.0 - beta) + right * beta) * t)
         u, v = part - right * x, part + left * x
         m = beta * p + (1.0 - beta) * q
@@ -148,37 +247,10 @@ class Pairs(NamedTuple):
         # psi(x) of x > 0 is exp(x) phi(-x).
         return below.psi + self.exp(above) * self.near0(-above).phi
 
-    def named(self, sums: Iterable[Array]) -> PairSums:
-        """Those that the kind has, in their order."""
-        rows = iter(sums)
-        there = (True, True, self.kind != "jsd", self.kind != "forward_kl")
-        return PairSums(*(next(rows) if one else None for one in there))
+    def value_and_dz(self, total: Array, value: Array, sums: PairSums) -> tuple[Array, DzTerms]:
+        """`Kind.value_and_dz`."""
+        gain = (1.0 - self.beta) / total
+        return value, DzTerms(gain, -gain * (sums.slope / total))
 
-    def of_sums(self, sums: PairSums) -> tuple[Array, DzTerms]:
-        """Step 5: the divergence of each token, and what dz is made of."""
-        total, value = sums.total, sums.value / sums.total
-        if self.kind == "jsd":
-            gain = (1.0 - self.beta) / total
-            dz = DzTerms(gain, -gain * (sums.slope / total))
-        else:
-            excess = sums.excess / total
-            delta = self.xp.log1p(excess)
-            # Exact, as the sum of p exp(x) is 1 + excess.
-            value = value - self.series(delta)
-            gain = 1.0 / (total + sums.excess)
-            # Of equal logits +0, so that dz is.
-            dz = DzTerms(gain, self.xp.where(excess == 0.0, 0.0, -gain * excess))
-            if self.kind == "reverse_kl":
-                dz = DzTerms(-1.0 / total, (1.0 / total) * (sums.slope / total))
-        value = self.xp.where(value < 0.0, 0.0, value)
-        infinite = value > INFINITE
-        if self.kind == "reverse_kl":  # whose gradient is not finite then
-            dz = DzTerms(*(self.xp.where(infinite, math.nan, x) for x in dz))
-        return self.xp.where(infinite, math.inf, value), dz
 
-    def with_nll(self, dz: DzTerms, total: Array, weight: float) -> DzTerms:
-        """With the gradient of that much NLL, but for -1 in the target's column: weight p_S, in
-        which p_S is gain (a + p) of a forward KL, otherwise p / total."""
-        if self.kind == "forward_kl":
-            return DzTerms(dz.gain + weight * dz.gain, dz.shift + weight * dz.gain)
-        return dz._replace(shift=dz.shift + weight / total)
+KINDS: dict[str, type[Kind]] = {x.name: x for x in (ForwardKL, ReverseKL, JSD)}

@@ -16,6 +16,7 @@ Shapes: B tokens, V classes.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from xentlib.math.softmax import INF, Algebra, BlockStats, LossOptions, NonTargetStats
@@ -43,7 +44,8 @@ class SoftSums(NamedTuple):
     q_loglik: Array | None  # of q (z - lse), where that is another
 
 
-class CrossEntropy(NamedTuple):
+@dataclass(frozen=True)
+class CrossEntropy:
     """Bound to a framework: its namespace, an exp of [B, V], steps 4 and 5 of tokens; and to the
     numbers of a call, which are those of class indices."""
 

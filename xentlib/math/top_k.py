@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+from xentlib.math.divergence import KINDS
 from xentlib.math.softmax import INF
 
 Array = Any  # a tensor or an array of the backend
@@ -52,10 +53,10 @@ class TopK(NamedTuple):
 
     def dropped(self, kind: str, counts: Array, student: Array, teacher: Array) -> Array:
         """[N] terms p log(p / q) of the classes alone, 0 where p is."""
-        xp = self.xp
-        counts = counts & ((student if kind == "reverse_kl" else teacher) != -INF)
+        xp, student_first = self.xp, KINDS[kind].student_first
+        counts = counts & ((student if student_first else teacher) != -INF)
         student, teacher = (xp.where(counts, x, 0.0) for x in (student, teacher))
-        log_p, log_q = (student, teacher) if kind == "reverse_kl" else (teacher, student)
+        log_p, log_q = (student, teacher) if student_first else (teacher, student)
         terms = xp.where(counts, self.exp(log_p) * (log_p - log_q), 0.0)
         total: Array = self.sum(terms)
         return total

@@ -32,10 +32,14 @@ WIDENED, D_WEIGHT, D_HIDDEN = "copy of the head", "sum of d weight", "sum of d h
 WORKSPACE = 32 * MIB
 
 # Of a divergence, arrays that stand at once beside both chunks: in PyTorch of a quarter of a block,
-# two more on a CPU; in JAX of a chunk, both chunks among them, three fewer of a JSD without
-# gradients. Counted, as the bytes of a class are.
+# two more on a CPU; in JAX of a chunk, both chunks among them, with gradients and without. Counted,
+# as the bytes of a class are.
 TORCH_ARRAYS: dict[Divergence, int] = {"forward_kl": 15, "reverse_kl": 16, "jsd": 34}
-JAX_ARRAYS: dict[Divergence, int] = {"forward_kl": 15, "reverse_kl": 16, "jsd": 26}
+JAX_ARRAYS: dict[Divergence, tuple[int, int]] = {
+    "forward_kl": (15, 15),
+    "reverse_kl": (16, 16),
+    "jsd": (26, 23),
+}
 
 
 def peak_bytes(
@@ -142,7 +146,7 @@ def peak_bytes(
         # Of what is filled up; where d weight will be is room for an array that fits.
         filled = (plan.vocab_size + more) * plan.teacher_size * ITEMSIZE[dtype] if more else 0
         copies += plan.num_tokens * plan.teacher_size * (size + ITEMSIZE[dtype]) if low else 0
-        arrays = (JAX_ARRAYS[kind] - 3 * (kind == "jsd" and not gradient)) * chunk
+        arrays = JAX_ARRAYS[kind][not gradient] * chunk
         if not gradient:
             return arrays + copies + filled
         shared = max((x for x in (chunk, filled) if x <= of_weight), default=0)

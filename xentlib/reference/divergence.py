@@ -64,6 +64,8 @@ def terms_of(kind: str, beta: float, p_s: Float64, p_t: Float64, d: Float64) -> 
         dz = p_s * (d - mean(d))
         parts = p_s * (np.abs(d) + mean(np.abs(d)))
         return Terms(value, p_s * np.abs(d), dz, parts, p_s + parts)
+    if kind != "jsd":
+        raise ValueError(f"the oracle has no {kind!r}")
     m = beta * p_t + (1 - beta) * p_s
     # log(m / p_T), and log(p_S / m): of the two log1p is exact for one.
     small = np.log1p(np.where(d <= 0, 1 - beta, beta) * np.expm1(-np.abs(d)))

@@ -83,12 +83,9 @@ def operator_sections(
     nll_batches, token_batches = (
         partial(invariant.batches, rows, few=few) for rows in (nll, per_token)
     )
-    # Of nine each kind once, with other sizes and options.
-    of_divergence, close = (
-        _problems(x, [seed])
-        for x in (divergences.GRID[:: 4 if few else 1], divergences.CLOSE[8 if few else 0 :])
-    )
-    repeated = of_divergence[:1] if few else of_divergence[::4]
+    of_divergence = _problems(divergences.ONCE if few else divergences.GRID, [seed])
+    close = _problems(divergences.CLOSE[-1 if few else 0 :], [seed])
+    repeated = of_divergence[:1] if few else _problems(divergences.ONCE, [seed])
     low_divergence = _problems(
         low_precision(divergences.GRID[4:5] if few else divergences.GRID), [seed]
     )

@@ -42,6 +42,8 @@ GRID = tuple(
         ("mixed", (131, 63, 1001), 1.0, 32, MIXED, {"layout": "HV"}),
     )
 )
+# Each kind once, with other sizes and options.
+ONCE = tuple(GRID[3 * k + k % 3] for k in range(len(KINDS)))
 # Gradients of heads in 16 bits whose hidden states are close.
 CLOSE = tuple(
     Case(f"close-{far:g}-{how['kind']}", 128, 64, 8192, std=3.0, bias=False, ignored=0.0,
@@ -165,7 +167,7 @@ def shard_calls(extent: Extent) -> list[ShardedCall]:
     All logits are far below 0, so that a column which is no class would be seen."""
     every = itertools.product(KINDS, SHARD_ROWS)
     calls = []
-    for how, rows in zip(KINDS, SHARD_ROWS) if extent.few else every:
+    for how, rows in zip(KINDS, itertools.cycle(SHARD_ROWS)) if extent.few else every:
         student, teacher, upstream = given_logits(extent.seed, 1e-2, 2 * rows - 1)
         problem = logits_problem(student - 20, np.zeros(len(student)), f"{how}, logits 0.01 apart")
         weight = np.ascontiguousarray(teacher.T - 20)
