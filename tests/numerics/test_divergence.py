@@ -152,6 +152,9 @@ def test_classes_at_minus_infinity(backend: str, how: dict[str, Any]) -> None:
         expected = infinite.get(how["kind"], np.zeros_like(PLAIN, bool)).any(axis=1)
         assert (np.isinf(got.divergence) == expected).all()
         assert (got.divergence[~expected] >= 0).all()
+        # Of a KL from the teacher it is p_S - p_T; of one to the teacher there is none.
+        finite = np.isfinite(got.d_logits).all(axis=1)
+        assert (finite == ~(expected & (how["kind"] == "reverse_kl"))).all()
         if not expected.any():
             assert np.isfinite(got.d_logits).all()
             low = np.where(np.isinf(student), np.float32(-200), student)
