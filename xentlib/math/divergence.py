@@ -18,6 +18,9 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
 Array = Any  # a tensor or an array of the backend
+# Of x: its sign; and 1 or 0, where it is not positive and where it is: a product with one of them
+# selects.
+Sides = tuple[Array, Array, Array]
 
 # A logit stands no lower than this, so that of two that are -inf the log-ratio is a number; where
 # the divergence is infinite its sum is beyond `INFINITE`.
@@ -53,15 +56,6 @@ class Near0(NamedTuple):
     psi: Array  # x exp(x) - expm1(x)
 
 
-class Sides(NamedTuple):
-    """Of x: its sign; and 1 or 0, where it is not positive and where it is: a product with one of
-    them selects."""
-
-    sign: Array
-    left: Array
-    right: Array
-
-
 @dataclass(frozen=True)
 class Kind:
     """What kinds of divergences share, bound to a framework: its namespace and an exp of [B, V];
@@ -79,7 +73,9 @@ class Kind:
     drops: ClassVar[bool] = False  # a sum of p log(p / q) over a few classes is a loss
     finite_slope: ClassVar[bool] = True  # also where the divergence is infinite
 
-    def terms_of(self, w: Array, x: Array, at: Sides, near: Near0) -> tuple[Array, Array, PairSums]:
+    def terms_of(
+        self, w: Array, x: Array, sides: Sides, near: Near0
+    ) -> tuple[Array, Array, PairSums]:
         """Of `ratio`, and of -|x|: p and a, of which dz is made, and the terms of the sums."""
         raise NotImplementedError
 
@@ -138,8 +134,8 @@ class Kind:
         """`terms_of`."""
         sign = self.xp.sign(x)
         right = self.xp.clip(sign, min=0.0)
-        at = Sides(sign, 1.0 - right, right)
-        return self.terms_of(w, x, at, self.near0(-self.xp.abs(x)))
+        sides = sign, 1.0 - right, right
+        return self.terms_of(w, x, sides, self.near0(-self.xp.abs(x)))
 
     def named(self, sums: Iterable[Array]) -> PairSums:
         """Those that the kind has, in their order."""
@@ -161,9 +157,10 @@ class KL(Kind):
 
     drops = True
 
-    def kl_terms(self, w: Array, at: Sides, near: Near0) -> tuple[Array, Array]:
+    def kl_terms(self, w: Array, sides: Sides, near: Near0) -> tuple[Array, Array]:
         """Terms of q - p, and of the divergence."""
-        return -at.sign * (w * near.expm1), w * (at.right * near.psi + at.left * near.phi)
+        sign, left, right = sides
+        return -sign * (w * near.expm1), w * (right * near.psi + left * near.phi)
 
     def kl(self, total: Array, value: Array, sums: PairSums) -> tuple[Array, Array]:
         """(sum of q) / (sum of p) - 1, and the divergence."""
@@ -179,9 +176,11 @@ class ForwardKL(KL):
     student_first = False
     sums = (True, True, True, False)
 
-    def terms_of(self, w: Array, x: Array, at: Sides, near: Near0) -> tuple[Array, Array, PairSums]:
+    def terms_of(
+        self, w: Array, x: Array, sides: Sides, near: Near0
+    ) -> tuple[Array, Array, PairSums]:
         """`Kind.terms_of`: a is q - p."""
-        more, value = self.kl_terms(w, at, near)
+        more, value = self.kl_terms(w, sides, near)
         # p is multiplied by what is small: it may be rounded at the size of w.
         p = w - self.xp.clip(more, min=0.0)
         return p, more, PairSums(p, value, more, None)
@@ -206,10 +205,13 @@ class ReverseKL(KL):
     sums = (True, True, True, True)
     finite_slope = False
 
-    def terms_of(self, w: Array, x: Array, at: Sides, near: Near0) -> tuple[Array, Array, PairSums]:
+    def terms_of(
+        self, w: Array, x: Array, sides: Sides, near: Near0
+    ) -> tuple[Array, Array, PairSums]:
         """`Kind.terms_of`: a is p x."""
-        more, value = self.kl_terms(w, at, near)
-        p = at.left * w + at.right * (w * near.exp)
+        more, value = self.kl_terms(w, sides, near)
+        _, left, right = sides
+        p = left * w + right * (w * near.exp)
         a = p * x
         return p, a, PairSums(p, value, more, a)
 
@@ -227,10 +229,12 @@ class JSD(Kind):
     sums = (True, True, False, True)
     takes_beta = twice = True
 
-    def terms_of(self, w: Array, x: Array, at: Sides, near: Near0) -> tuple[Array, Array, PairSums]:
+    def terms_of(
+        self, w: Array, x: Array, sides: Sides, near: Near0
+    ) -> tuple[Array, Array, PairSums]:
         """`Kind.terms_of`, of p_S and p_S v, v = log(p_S / m). With u = log(p_T / m), v - u = x:
         one of the two is a log1p of t = expm1(-|x|), which overflows nowhere."""
-        _, left, right = at
+        _, left, right = sides
         less, t, beta = w * near.exp, near.expm1, self.beta
         p, q = left * w + right * less, left * less + right * w
         part = -self.xp.log1p((left * (1.0 - beta) + right * beta) * t)

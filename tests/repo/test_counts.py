@@ -1,0 +1,74 @@
+"""What a reader meets who follows one call: how many types of ours, forward and backward."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from helpers.modules import ROOT
+
+if not (ROOT / "torch_impl").is_dir():
+    pytest.skip("the sources are not there", allow_module_level=True)
+
+# May only get smaller.
+TYPES = {
+    ("torch", "nll"): 40,
+    ("torch", "divergence"): 51,
+    ("jax", "nll"): 29,
+    ("jax", "divergence"): 39,
+}
+SEEN = """
+import sys
+
+found = set()
+
+
+def hook(frame, event, value):
+    if event == "return" and "xentlib" in frame.f_globals.get("__name__", ""):
+        for x in (*frame.f_locals.values(), value):
+            of = x if isinstance(x, type) else type(x)
+            found.update([of.__qualname__] if of.__module__.startswith("xentlib") else [])
+
+
+{call}
+sys.setprofile(hook)
+call()
+sys.setprofile(None)
+print(*sorted(found))
+"""
+CALLS = {
+    "torch": """
+import torch
+import xentlib.torch as X
+
+x, w, y = torch.ones(16, 8, requires_grad=True), torch.ones(32, 8), torch.arange(16)
+teacher = X.TeacherHead(torch.zeros(16, 8), w)
+call = lambda: {loss}.backward()
+call()
+    """,
+    "jax": """
+import jax, jax.numpy as jnp
+import xentlib.jax as X
+
+y, teacher = jnp.arange(16), X.TeacherHead(jnp.zeros((16, 8)), jnp.ones((32, 8)))
+step = jax.value_and_grad(lambda x, w: {loss}, (0, 1))
+call = lambda: step(jnp.ones((16, 8)), jnp.ones((32, 8)))
+call()
+jax.clear_caches()
+    """,
+}
+LOSSES = {
+    "nll": "X.chunked_nll(x, w, y).loss",
+    "divergence": "X.chunked_divergence(x, w, teacher).loss",
+}
+
+
+@pytest.mark.parametrize(("name", "function"), TYPES)
+def test_types_that_a_reader_meets(name: str, function: str) -> None:
+    pytest.importorskip(name)
+    code = SEEN.format(call=CALLS[name].format(loss=LOSSES[function]))
+    done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
+    found = done.stdout.split()
+    assert len(found) == TYPES[name, function], found
