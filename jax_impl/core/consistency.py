@@ -110,8 +110,8 @@ def alike(options: Options, arrays: Arrays, valid: jax.Array) -> RankConsistency
             return None
         rows = None  # they vary by type
     if options.gathered:
-        of_rows = numbers_of(rows, dtype)
-        return RankConsistency(*of_options(arrays.class_weights, numbers, dtype), of_rows)
+        row_numbers = numbers_of(rows, dtype)
+        return RankConsistency(*of_options(arrays.class_weights, numbers, dtype), row_numbers)
     (count,) = arrays.labels.shape
     values = [hashed(arrays.labels, valid).astype(dtype)[None]]
     if arrays.ids is not None:

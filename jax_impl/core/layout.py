@@ -133,8 +133,8 @@ def by_blocks(x_TV: jax.Array, add: Callable[[Any, Any], Any], nothing: float) -
         return of_windows
     x_TV = jnp.pad(x_TV, fill, constant_values=nothing)
     by_block = x_TV.reshape(x_TV.shape[0], -1, BLOCK_COLUMNS)
-    of_blocks: jax.Array = lax.reduce(by_block, start, add, (2,))
-    return of_blocks
+    block_sums: jax.Array = lax.reduce(by_block, start, add, (2,))
+    return block_sums
 
 
 def sums_by_blocks(terms: list[jax.Array]) -> list[jax.Array]:

@@ -111,8 +111,8 @@ def offered(logits: ChunkedLogits, candidates: jax.Array) -> jax.Array:
     packed = jnp.stack((jnp.pad(classes, fill, constant_values=-1.0), jnp.pad(z, fill)))
     packed = jnp.where(packed[:1] < 0, jnp.array([-1.0, 0.0], packed.dtype)[:, None, None], packed)
     rank = jnp.arange(lax.axis_size(axis.name), dtype=jnp.int32)[None, :, None, None]
-    of_ranks = jnp.where(rank == lax.axis_index(axis.name), packed[:, None], 0.0)
-    return lax.collapse(of_ranks, 0, 3)
+    gathered = jnp.where(rank == lax.axis_index(axis.name), packed[:, None], 0.0)
+    return lax.collapse(gathered, 0, 3)
 
 
 def over_shards(

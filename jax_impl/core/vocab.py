@@ -182,7 +182,7 @@ def combine(
     if consistency is not None:
         z_y = jnp.where(consistency.broken(largest), jnp.nan, z_y)
     first = None if tops is None else tops.min(axis=0)
-    return z_y, ALGEBRA.of_sums(m, sums, first, sum_d)
+    return z_y, ALGEBRA.from_sums(m, sums, first, sum_d)
 
 
 def sum_blocks(axis: Axis | None, sums_kbN: jax.Array) -> jax.Array:

@@ -123,10 +123,10 @@ def classes_forward(
 
     logprob, entropy, lse, correct, ids_logprobs, tail = values
     entropy = clean(entropy) if options.entropy else None
-    of_ids = clean(ids_logprobs) if ids_logprobs.shape[1] else None
+    ids_out = clean(ids_logprobs) if ids_logprobs.shape[1] else None
     correct = correct[:count] & ~local.tokens.bad
-    top_ids, of_top = (top.ids[:count], clean(top.logprobs)) if top_k else (None, None)
-    per_token = (clean(logprob), entropy, clean(lse), correct, of_ids, top_ids, of_top)
+    top_ids, top_out = (top.ids[:count], clean(top.logprobs)) if top_k else (None, None)
+    per_token = (clean(logprob), entropy, clean(lse), correct, ids_out, top_ids, top_out)
     arrays = arrays._replace(ids=jnp.concatenate((arrays.ids, top.ids[:count]), axis=1))
     return ClassOutput(LogprobOutput(*per_token), clean(tail)), (arrays, kept)
 
@@ -145,14 +145,14 @@ def upstream_rows(
     def wide(g: jax.Array | None, none: jax.Array) -> jax.Array:
         return none if g is None else filled(g.astype(compute), 0)
 
-    of_ids, of_top = wide(upstream.ids_logprobs, none), wide(upstream.top_logprobs, none)
-    unused = number - of_ids.shape[1] - of_top.shape[1]
-    of_ids = jnp.concatenate((jnp.pad(of_ids, ((0, 0), (0, unused))), of_top), axis=1)
+    d_of_ids, d_of_top = wide(upstream.ids_logprobs, none), wide(upstream.top_logprobs, none)
+    unused = number - d_of_ids.shape[1] - d_of_top.shape[1]
+    d_of_ids = jnp.concatenate((jnp.pad(d_of_ids, ((0, 0), (0, unused))), d_of_top), axis=1)
     g = Upstream(
         wide(upstream.logprobs, zeros),
         None if upstream.entropy is None else wide(upstream.entropy, zeros),
         wide(upstream.lse, zeros),
-        of_ids,
+        d_of_ids,
         None if d_tail is None else wide(d_tail, zeros),
     )
     dz, lse = CLASSES.gradients(g, kept, want), CLASSES.lse_of_rest(kept, want)
@@ -170,15 +170,15 @@ def classes_backward(
     options: Options, needs: Needs, kept: Residuals, upstream: Any, arrays: Arrays
 ) -> dict[str, jax.Array | None]:
     """Gradients by name, from logits that are computed again."""
-    logits, of_head = chunked_logits(options, arrays), arrays.weight is not None
+    logits, has_head = chunked_logits(options, arrays), arrays.weight is not None
     entropy = upstream.logprobs.entropy is not None
     rows_RN = upstream_rows(logits, kept, upstream, arrays)
     g_RN, lse_1N = rows_RN[:-1], rows_RN[-1:]
-    exponent = power_of_two(options, jnp.abs(g_RN).sum(axis=0)) if of_head else None
+    exponent = power_of_two(options, jnp.abs(g_RN).sum(axis=0)) if has_head else None
     if exponent is not None:
         g_RN = jnp.ldexp(g_RN, exponent)
     local, rows_RN = logits, jnp.concatenate((scaled(logits, g_RN), lse_1N))
-    if of_head:
+    if has_head:
         logits, rows = gather_tokens(logits, list(rows_RN))
         rows_RN = jnp.stack(rows)
 
@@ -190,7 +190,7 @@ def classes_backward(
         return dz_with_target(logits, chunk, rows_RT[-1], coefficients(rows_RT, entropy=entropy))
 
     rows_RM = in_chunks(logits, rows_RN)
-    if not of_head:
+    if not has_head:
         return logits_gradient(logits, rows_RM, dz_of)
     return head_gradients(local, logits, needs, rows_RM, step, exponent)
 

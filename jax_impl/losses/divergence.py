@@ -29,7 +29,7 @@ from xentlib.checks.validators import plain_args
 from xentlib.divergence import DivergenceOutput
 from xentlib.jax.array_spec import only_arrays
 from xentlib.jax.binding import bind, bind_logits
-from xentlib.jax.core.call import Arrays, DivergenceOptions, Options, as_gradients, of_all_tokens
+from xentlib.jax.core.call import Arrays, DivergenceOptions, Options, as_gradients, sum_over_tokens
 from xentlib.jax.core.gradients import Gradients, add_products, power_of_two
 from xentlib.jax.core.logits import Chunk, ChunkedLogits, chunked_logits, scaled
 from xentlib.jax.core.loop import at_rows, gather_tokens, over_chunks, unpack
@@ -75,12 +75,12 @@ class Residuals(NamedTuple):
 def pair_of(options: Options, arrays: Arrays) -> tuple[ChunkedLogits, ChunkedLogits | None]:
     """The logits of the student and of the teacher, if it has all classes, before tokens are
     gathered; half of the budget for each."""
-    of_teacher = options.divergence.teacher
+    teacher_options = options.divergence.teacher
     options = options._replace(chunk_bytes=max(1, options.chunk_bytes // 2))
     student = chunked_logits(options, arrays)
     if arrays.teacher is None:
         return student, None
-    return student, chunked_logits(of_teacher, arrays.teacher, paired_with=student)
+    return student, chunked_logits(teacher_options, arrays.teacher, paired_with=student)
 
 
 def gathered_pair(
@@ -114,7 +114,7 @@ def divergence_forward(
     how, compute = options.divergence, options.compute_dtype
     local, teacher = pair_of(options, arrays)
     options, scalars = local.options, local.options.scalars
-    count, valid_N = of_all_tokens(options, local.num_valid), local.tokens.valid
+    count, valid_N = sum_over_tokens(options, local.num_valid), local.tokens.valid
     weights_N, weight_sum, divisor = token_weights(options, arrays, valid_N, count)
     own_factor_N, squared_N = weights_N * (1.0 / divisor), jnp.ones_like(weights_N)
     if how.squared and arrays.temperature is not None:
@@ -132,22 +132,22 @@ def divergence_forward(
     def body(chunk: Chunk, carry: tuple[jax.Array, Gradients]) -> tuple[jax.Array, Gradients]:
         values_RM, sums = carry
         factor_T, weight_T, squared_T = at_rows(logits, chunk, numbers)
-        of_chunk = both.values(chunk, want)
-        value = of_chunk.loss * squared_T
-        more = of_chunk.z_term
+        chunk_values = both.values(chunk, want)
+        value = chunk_values.loss * squared_T
+        more = chunk_values.z_term
         if nll_weight:
-            more = -nll_weight * of_chunk.labels
+            more = -nll_weight * chunk_values.labels
             value = value + more
-        values = [value, more, *of_chunk.per_token]
-        dz = DzTerms(*(x * squared_T for x in of_chunk.dz))
+        values = [value, more, *chunk_values.per_token]
+        dz = DzTerms(*(x * squared_T for x in chunk_values.dz))
         if nll_weight and not both.tempered_nll:
-            dz = both.kind.with_nll(dz, of_chunk.total, nll_weight)
+            dz = both.kind.with_nll(dz, chunk_values.total, nll_weight)
         if how.each:
             weighted = (*(weight_T * x for x in dz), -nll_weight * weight_T)
-            values += [*of_chunk.known, *weighted]
+            values += [*chunk_values.known, *weighted]
         if any(needs):
             own_T = jnp.full_like(factor_T, -nll_weight) if nll_weight else None
-            sums = add_dz(both, chunk, needs, sums, of_chunk.terms, dz, own_T, factor_T)
+            sums = add_dz(both, chunk, needs, sums, chunk_values.terms, dz, own_T, factor_T)
         return put_rows(logits, chunk, values_RM, jnp.stack(values)), sums
 
     per_token, sums = jnp.zeros((rows, local.order.size), compute), Gradients.zeros(logits, needs)
@@ -160,7 +160,7 @@ def divergence_forward(
     gradients = sums.finished(logits, exponent)
 
     values_RN = unpack(local, per_token)
-    loss_N, nll_N, *of_token = values_RN[: len(VALUES)]
+    loss_N, nll_N, *token_values = values_RN[: len(VALUES)]
     loss, nll = reduced(options, weights_N, divisor, loss_N, nll_N)
     if how.each:
         loss = loss_N * own_factor_N
@@ -170,7 +170,7 @@ def divergence_forward(
         count,
         weight_sum.astype(dtype),
         nll.astype(dtype),
-        *(x.astype(dtype) for x in of_token),
+        *(x.astype(dtype) for x in token_values),
     )
     residuals_N = (
         values_RN[len(VALUES) :] if how.each else jnp.zeros((len(Residuals._fields), 0), compute)
@@ -216,18 +216,18 @@ def each_backward(
     logits, nll_weight = both.student, local.options.scalars.nll_weight
 
     def step(chunk: Chunk, numbers_T: Any, sums: Gradients) -> Gradients:
-        factor_T, of_tokens = numbers_T
-        terms = both.recompute(chunk, list(of_tokens[:4]))
+        factor_T, known = numbers_T
+        terms = both.recompute(chunk, list(known[:4]))
         dz, own_T = (
-            DzTerms(of_tokens.gain, of_tokens.shift),
-            of_tokens.target if nll_weight else None,
+            DzTerms(known.gain, known.shift),
+            known.target if nll_weight else None,
         )
         return add_dz(both, chunk, needs, sums, terms, dz, own_T, factor_T)
 
     def dz_of(chunk: Chunk, numbers_T: Any) -> jax.Array:
-        factor_T, of_tokens = numbers_T
-        terms = both.recompute(chunk, list(of_tokens[:4]))
-        dz = DzTerms(factor_T * of_tokens.gain, factor_T * of_tokens.shift)
+        factor_T, known = numbers_T
+        terms = both.recompute(chunk, list(known[:4]))
+        dz = DzTerms(factor_T * known.gain, factor_T * known.shift)
         return chained(both, chunk, terms, both.dz(chunk, terms, dz))
 
     numbers = in_chunks(logits, numbers)
@@ -251,12 +251,12 @@ def _divergence_fwd(options: Options, primals: Any) -> tuple[DivergenceOutput[An
     values = primal_values(primals)
     arrays = both_whole(options, values)
     made_at_once = Needs() if each else needs
-    output, of_tokens, gradients, valid_N = divergence_forward(options, made_at_once, arrays)
+    output, known, gradients, valid_N = divergence_forward(options, made_at_once, arrays)
     # A residual must be an array: empty ones carry the types of the inputs to the backward, and
     # the sizes of others (1 or 0) which gradients are wanted.
     types = tuple(None if x is None else jnp.ravel(x)[:0] for x in values.leaves)
     markers = tuple(jnp.zeros((int(need),)) for need in needs)
-    return output, (gradients, valid_N, types, (of_tokens, arrays, markers) if each else ())
+    return output, (gradients, valid_N, types, (known, arrays, markers) if each else ())
 
 
 def _divergence_bwd(
@@ -269,9 +269,9 @@ def _divergence_bwd(
     upstream = upstream_of(upstream, None if options.gathered else options.axis)
     if not residuals_of_each:
         return (as_gradients(scale_gradients(options, upstream, gradients, valid_N, types)),)
-    of_tokens, arrays, markers = residuals_of_each
+    known, arrays, markers = residuals_of_each
     needs = Needs(*(marker.size > 0 for marker in markers))
-    return (as_gradients(each_backward(options, needs, of_tokens, upstream, arrays)),)
+    return (as_gradients(each_backward(options, needs, known, upstream, arrays)),)
 
 
 _divergence_vjp = differentiable(_divergence, _divergence_fwd, _divergence_bwd)
@@ -302,12 +302,12 @@ def head_divergence(args: DivergenceArguments) -> DivergenceOutput[Any]:
     student = Arguments(labels=args.labels, **fields)
     options, arrays = bind(student, recompute=each, caller=args)
     with of_teacher():
-        of_head, teacher = bind_teacher(args, options, arrays)
+        head_options, teacher = bind_teacher(args, options, arrays)
     if args.vocab == "intersect":
-        arrays, of_head, teacher = of_both(options, arrays, of_head, teacher)
+        arrays, head_options, teacher = of_both(options, arrays, head_options, teacher)
     names = args.outputs
     how = DivergenceOptions(
-        args.kind, args.temperature_squared, each, "teacher_entropy" in names, of_head
+        args.kind, args.temperature_squared, each, "teacher_entropy" in names, head_options
     )
     options = options._replace(entropy="entropy" in names, divergence=how)
     result = placed_divergence(options, arrays._replace(teacher=teacher), each)
@@ -334,8 +334,8 @@ def output_of(
 
 def placed_divergence(options: Options, arrays: Arrays, each: bool) -> DivergenceOutput[Any]:
     """On the devices of the call, whichever of its results vary over them."""
-    of_token: dict[str, Any] = dict.fromkeys(DIVERGENCE_OUTPUTS, True)
-    outputs = DivergenceOutput(each, False, False, False, **of_token)
+    token_values: dict[str, Any] = dict.fromkeys(DIVERGENCE_OUTPUTS, True)
+    outputs = DivergenceOutput(each, False, False, False, **token_values)
     result: DivergenceOutput[Any] = run(_divergence_jit, options, arrays, outputs)
     return result
 
@@ -348,12 +348,12 @@ def logits_divergence(args: LogitsDivergenceArguments) -> DivergenceOutput[jax.A
     check_only_logits(args)
     names = [x for x in LogitsArguments._fields if x in LogitsDivergenceArguments._fields]
     fields = {name: getattr(args, name) for name in names}
-    of_logits = LogitsArguments(labels=labels_for(args.logits, None), **fields)
-    options, arrays = bind_logits(of_logits, args)
+    logits_args = LogitsArguments(labels=labels_for(args.logits, None), **fields)
+    options, arrays = bind_logits(logits_args, args)
     with of_teacher():
         columns = args.logits.shape[-1]
         teacher_options, teacher = logits_teacher(
-            args.teacher, of_logits, "logits", options, columns
+            args.teacher, logits_args, "logits", options, columns
         )
     how = DivergenceOptions(args.kind, False, True, False, teacher_options)
     options = options._replace(divergence=how)

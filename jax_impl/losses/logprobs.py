@@ -109,9 +109,9 @@ def logprobs_backward(
     arrays: Arrays,
 ) -> dict[str, jax.Array | None]:
     """Gradients by name, from logits that are computed again."""
-    logits, of_head = chunked_logits(options, arrays), arrays.weight is not None
+    logits, has_head = chunked_logits(options, arrays), arrays.weight is not None
     cleaned, exponent = clean_upstream(logits, upstream), None
-    if of_head:
+    if has_head:
         sizes = jnp.stack([jnp.abs(g) for g in jax.tree.leaves(cleaned)])
         exponent = power_of_two(options, sizes.sum(axis=0))
     if exponent is not None:
@@ -128,7 +128,7 @@ def logprobs_backward(
         return dz_with_target(logits, chunk, terms_T.kept_lse, coefficients(terms_T))
 
     terms_M = in_chunks(logits, terms_N)
-    if not of_head:
+    if not has_head:
         return logits_gradient(logits, terms_M, dz_of)
     return head_gradients(local, logits, needs, terms_M, step, exponent)
 
@@ -178,11 +178,11 @@ def coefficients(terms_T: Terms) -> Coefficients:
     alpha, beta, gamma = terms_T.lse - terms_T.logprob, None, None
     target = terms_T.own_logprob + terms_T.own_lse
     if terms_T.entropy is not None:
-        slope, rest, of_target = terms_T.entropy
-        alpha, beta, target = alpha - rest, -slope, target - of_target
+        slope, rest, target_part = terms_T.entropy
+        alpha, beta, target = alpha - rest, -slope, target - target_part
     if terms_T.uniform is not None:
-        every, of_target = terms_T.uniform
-        gamma, target = -every, target + of_target
+        every, target_part = terms_T.uniform
+        gamma, target = -every, target + target_part
     return Coefficients(alpha, beta, gamma, target)
 
 

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 import jax
 import jax.numpy as jnp
 
-from xentlib.jax.core.call import Arrays, Options, of_all_tokens
+from xentlib.jax.core.call import Arrays, Options, sum_over_tokens
 from xentlib.jax.core.device import as_bits, from_bits
 from xentlib.jax.core.gemm import round_to
 from xentlib.jax.core.gradients import Gradients, put_dz
@@ -32,7 +32,7 @@ def token_weights(
     arrays: Arrays,
     valid_N: jax.Array,
     count: jax.Array,
-    of_class_N: jax.Array | None = None,
+    class_weight_N: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """[N] weights of this device's tokens, 0 where one does not count; the sum of all tokens' with
     those of the classes; and what the loss is divided by."""
@@ -40,11 +40,11 @@ def token_weights(
     weights_N, weight_sum = valid_N.astype(compute), count.astype(compute)
     if arrays.token_weights is not None:
         weights_N = jnp.where(valid_N, arrays.token_weights.astype(compute), 0.0)
-    if arrays.token_weights is not None or of_class_N is not None:
+    if arrays.token_weights is not None or class_weight_N is not None:
         counted_N = weights_N
-        if of_class_N is not None:
-            counted_N = jnp.where(valid_N, weights_N * of_class_N, 0.0)
-        weight_sum = of_all_tokens(options, counted_N.sum())
+        if class_weight_N is not None:
+            counted_N = jnp.where(valid_N, weights_N * class_weight_N, 0.0)
+        weight_sum = sum_over_tokens(options, counted_N.sum())
     divisor = weight_sum if options.mean else jnp.ones((), compute)
     if arrays.denominator is not None:
         divisor = arrays.denominator.astype(compute)
@@ -58,7 +58,7 @@ def reduced(
 ) -> list[jax.Array]:
     """Step 9, of all tokens and in one sum over their devices: sum_i w_i value_i / D. Of a token
     alone and in dz the factor is w_i (1 / D)."""
-    sums = of_all_tokens(options, jnp.stack([(x * weights_N).sum() for x in values_N]))
+    sums = sum_over_tokens(options, jnp.stack([(x * weights_N).sum() for x in values_N]))
     return [x / divisor for x in sums]
 
 
@@ -126,11 +126,11 @@ def scale_gradients(
 ) -> dict[str, jax.Array | None]:
     """Step 10. Of the primals only the types are used."""
     # Without a valid token the upstream gradient may be anything, inf included: the result is +0.
-    of_tokens = of_head = jnp.where(valid_N.any(), gradient, 0.0)
+    token_factor = head_factor = jnp.where(valid_N.any(), gradient, 0.0)
     if options.gathered:
         # The head's sums are over all devices' tokens, and were made before any upstream gradient.
-        of_head = agreed_upstream(gradient, valid_N.any(), options.gathered)
-    factors = Gradients(of_tokens, of_head, of_head, of_head, of_head)
+        head_factor = agreed_upstream(gradient, valid_N.any(), options.gathered)
+    factors = Gradients(token_factor, head_factor, head_factor, head_factor, head_factor)
     multiplied: Gradients = jax.tree.map(
         lambda x, factor: x * factor.astype(x.dtype), accumulators, factors
     )

@@ -78,13 +78,13 @@ class PairedLogits(NamedTuple):
 
     def values(self, chunk: Chunk, wanted: tuple[WantedStats, WantedStats]) -> ChunkValues:
         """Steps 3 to 5."""
-        of_labels, p_labels = self.untempered(chunk)
+        untempered, p_labels = self.untempered(chunk)
         chunks, heads = (chunk, self.teacher_chunk(chunk)), (self.student, self.teacher)
         stats, logits = [], []
-        for head, of_head, want in zip(heads, chunks, wanted, strict=True):
-            z_y, blocks, left = head.kernels.stats(of_head.block, want)
-            stats.append(stats_of(head, of_head.rows_T, z_y, blocks))
-            logits.append(restored(of_head, left))
+        for head, part, want in zip(heads, chunks, wanted, strict=True):
+            z_y, blocks, left = head.kernels.stats(part.block, want)
+            stats.append(stats_of(head, part.rows_T, z_y, blocks))
+            logits.append(restored(part, left))
         lse, kind = [x.lse for x in stats], self.kind
         delta = jnp.zeros_like(lse[0])
         if kind.twice:
@@ -92,20 +92,21 @@ class PairedLogits(NamedTuple):
         known = [*lse, delta] if kind.twice else lse
         p_TV, a_TV, terms = kind.terms(*self.ratio(logits, known))
         sums = PairSums(*self.summed(terms))
-        value, dz = kind.of_sums(sums)
-        pair_terms, labels = PairTerms(p_TV, a_TV, logits[0], p_labels), of_labels or stats[0]
+        value, dz = kind.from_sums(sums)
+        pair_terms, labels = PairTerms(p_TV, a_TV, logits[0], p_labels), untempered or stats[0]
         one, other = stats
         per_token = (value, one.logprob, one.entropy, other.entropy)
-        of_both = (one.lse, other.lse, delta, labels.lse)
-        none, of_labels = jnp.zeros_like(value), labels.logprob
-        return ChunkValues(value, none, per_token, of_labels, of_both, dz, sums.total, pair_terms)
+        statistics = (one.lse, other.lse, delta, labels.lse)
+        none = jnp.zeros_like(value)
+        logprob = labels.logprob
+        return ChunkValues(value, none, per_token, logprob, statistics, dz, sums.total, pair_terms)
 
     def recompute(self, chunk: Chunk, known: list[jax.Array]) -> PairTerms:
         """Steps 3 and 4 once more, from lse of both, delta and the labels' lse [T]."""
         _, p_labels = self.untempered(chunk, known[3])
         logits = [
-            restored(of_head, head.kernels.prepare(of_head.block))
-            for head, of_head in ((self.student, chunk), (self.teacher, self.teacher_chunk(chunk)))
+            restored(part, head.kernels.prepare(part.block))
+            for head, part in ((self.student, chunk), (self.teacher, self.teacher_chunk(chunk)))
         ]
         p_TV, a_TV, _ = self.kind.terms(*self.ratio(logits, known[: 2 + self.kind.twice]))
         return PairTerms(p_TV, a_TV, logits[0], p_labels)

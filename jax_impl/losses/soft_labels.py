@@ -79,8 +79,8 @@ def with_labels(
     if isinstance(soft, SoftLabels):
         ids, probs = map(unwrapped, soft)
         only_arrays(ids=ids, labels=probs)
-        of_few = SoftLabels(array_spec(ids), array_spec(probs))
-        check_soft(of_few, source, name, columns, ignore_index)
+        soft_spec = SoftLabels(array_spec(ids), array_spec(probs))
+        check_soft(soft_spec, source, name, columns, ignore_index)
         classes = options.axis.vocab_size if options.axis else columns
         check_values(Arguments(None, None, args.labels, where=args.where, ids=ids), classes)
         check_negative(probs, args.where, ids)

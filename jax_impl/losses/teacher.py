@@ -59,33 +59,34 @@ def bind_teacher(
     shared["reduction"] = "sum"  # it has no loss
     fields = teacher._asdict() | {"temperature": temperature_of(teacher, args.temperature)}
     head_arrays: Any
-    of_head, head_arrays = bind(Arguments(**fields, **shared))
+    head_options, head_arrays = bind(Arguments(**fields, **shared))
     compute = options.compute_dtype
-    DIVERGING.require("wider", of_head.compute_dtype == compute, dtype=compute)
+    DIVERGING.require("wider", head_options.compute_dtype == compute, dtype=compute)
     if args.vocab == "same":
-        sizes = classes_of(options, arrays), classes_of(of_head, head_arrays)
+        sizes = classes_of(options, arrays), classes_of(head_options, head_arrays)
         check_vocabulary(*sizes, sharded=options.axis is not None and options.place is None)
-    same = of_head.axis == options.axis and of_head.gathered == options.gathered
+    same = head_options.axis == options.axis and head_options.gathered == options.gathered
     on_meshes = [
-        None if x.place is None else (x.place.mesh, x.place.tokens) for x in (options, of_head)
+        None if x.place is None else (x.place.mesh, x.place.tokens) for x in (options, head_options)
     ]
     DIVERGING.require("placed", same and on_meshes[0] == on_meshes[1])
-    return of_head, head_arrays
+    return head_options, head_arrays
 
 
 def of_both(
-    options: Options, arrays: Arrays, of_head: Options, teacher: Arrays
+    options: Options, arrays: Arrays, head_options: Options, teacher: Arrays
 ) -> tuple[Arrays, Options, Arrays]:
     """With the classes that both have."""
     check_whole(options.axis is None and options.place is None)
-    count = min(classes_of(options, arrays), others_of(of_head, teacher))
+    count = min(classes_of(options, arrays), others_of(head_options, teacher))
     if teacher.weight is None:
         return (
             first_rows(options, arrays, count),
-            of_head,
+            head_options,
             teacher._replace(hidden=teacher.hidden[..., :count]),
         )
-    return first_rows(options, arrays, count), of_head, first_rows(of_head, teacher, count)
+    head = first_rows(head_options, teacher, count)
+    return first_rows(options, arrays, count), head_options, head
 
 
 def others_of(options: Options, teacher: Arrays) -> int:
@@ -128,7 +129,7 @@ def logits_teacher(
         _, valid = on_host(labels_for(logits, args.labels), args.where, args.ignore_index)
         rows = np.asarray(logits).reshape(-1, logits.shape[-1])
         check_no_probabilities(rows[np.flatnonzero(valid)[:8]].astype(np.float32))
-    of_logits = LogitsArguments(
+    logits_args = LogitsArguments(
         logits,
         labels_for(logits, args.labels),
         vocab_parallel=args.vocab_parallel,
@@ -138,7 +139,7 @@ def logits_teacher(
         max_chunk_bytes=args.max_chunk_bytes,
         shard=getattr(args, "shard", None),
     )
-    bound, arrays = bind_logits(of_logits)
+    bound, arrays = bind_logits(logits_args)
     axis = options.axis if options.place else bound.axis
     compute = options.compute_dtype
     return bound._replace(compute_dtype=compute, axis=axis, place=options.place), arrays

@@ -31,7 +31,7 @@ from xentlib.jax.core.call import (
     DivergenceOptions,
     Options,
     TopKOptions,
-    of_all_tokens,
+    sum_over_tokens,
 )
 from xentlib.jax.core.tokens import valid_tokens, widen_labels
 from xentlib.jax.head import unwrapped
@@ -44,7 +44,7 @@ from xentlib.math.top_k import TopK
 from xentlib.teacher import TeacherTopK
 
 
-def of_few(
+def divergence_of_few(
     options: Options, student: jax.Array, teacher_logits: jax.Array, valid: jax.Array
 ) -> jax.Array:
     """`vocab_parallel_divergence` of the classes that are told apart."""
@@ -98,7 +98,7 @@ def top_k_flat(options: Options, arrays: Arrays) -> DivergenceOutput[Any]:
     if how.tail == "drop":
         value = top_k.dropped(how.kind, counts, log_p, log_q)
     else:
-        value = of_few(options, *top_k.logits(counts, log_p, tail, log_q), valid)
+        value = divergence_of_few(options, *top_k.logits(counts, log_p, tail, log_q), valid)
     value = jnp.where(valid, value * top_k.checked(counts, log_q), 0.0)
     squared = value
     if how.squared and arrays.temperature is not None:
@@ -106,7 +106,7 @@ def top_k_flat(options: Options, arrays: Arrays) -> DivergenceOutput[Any]:
     nll = jnp.zeros_like(value)
     if options.scalars.nll_weight:
         nll = -options.scalars.nll_weight * outputs.logprobs
-    count = of_all_tokens(options, valid.sum(dtype=jnp.int32))
+    count = sum_over_tokens(options, valid.sum(dtype=jnp.int32))
     weights, weight_sum, divisor = token_weights(options, arrays, valid, count)
     loss, nll_sum = reduced(options, weights, divisor, squared + nll, nll)
     if how.each:

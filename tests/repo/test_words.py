@@ -87,3 +87,10 @@ def test_sentences_are_plain():
     for path in (*MODULES.values(), *pages):
         text = plain(path.read_text(encoding="utf-8"))
         assert not [x for x in SENTENCES if plain(x) in text], path
+
+
+def test_few_names_begin_with_of() -> None:
+    """A noun says what a value is, not what it belongs to. May only get smaller; one is public,
+    `VocabShard.of_ranks`."""
+    names = {name for module in LIBRARY for name in identifiers(MODULES[module])}
+    assert len([name for name in names if name.startswith("of_")]) <= 69

@@ -352,8 +352,8 @@ def shake_hands(call: HeadCall, terms: Terms, route: str) -> Agreed:
 def same_numbers(call: HeadCall, terms: Terms, route: str) -> dict[str, float]:
     """What every rank must have the same, by name."""
     assert call.rows.shard is not None
-    of_hidden, *of_head = (*terms.needs, *[False] * (5 - len(terms.needs)))
-    wanted = sum(2**k * bool(need) for k, need in enumerate(of_head))
+    hidden_needs, *head_needs = (*terms.needs, *[False] * (5 - len(terms.needs)))
+    wanted = sum(2**k * bool(need) for k, need in enumerate(head_needs))
     hidden = route == "hidden"  # d hidden is a sum over ranks, and each has its own bias
     dtypes = DTYPES.index(call.compute_dtype), DTYPES.index(call.gemm_dtype)
     return {
@@ -368,7 +368,7 @@ def same_numbers(call: HeadCall, terms: Terms, route: str) -> dict[str, float]:
         "ignore_index": call.ignore_index,
         "vocab_size": int(call.rows.shard[2]),
         "bias": not hidden and call.bias is not None,
-        "gradient": (hidden or bool(call.rows.shards)) and of_hidden,
+        "gradient": (hidden or bool(call.rows.shards)) and hidden_needs,
         "reduce_hidden_grad": call.reduce_hidden,
         "gradient of the head": wanted if hidden else wanted + 16 * any(terms.needs),
         "class_weights": 0 if terms.class_weights is None else terms.class_weights.shape[0],

@@ -138,11 +138,11 @@ class Eager(Kernels):
             return BlockStats(none, none, none, sum_ed, top, sum_d)
         d_BV, parts, top = self.scratch(z_BV), self.by_blocks(z_BV), None
         if wanted.predicted:
-            m, top = of_blocks(*(x.max(2) for x in parts))
+            m, top = by_block(*(x.max(2) for x in parts))
             first = torch.arange(0, self.shape.columns, BLOCK_COLUMNS, device=top.device)
             top = (top + first).to(z_BV.dtype)
         else:
-            (m,) = of_blocks(*((x.amax(2),) for x in parts))
+            (m,) = by_block(*((x.amax(2),) for x in parts))
         m = torch.where(m == -torch.inf, 0.0, m)  # no other column, or none above -inf
         sum_d = None
         if wanted.smoothing:
@@ -189,7 +189,7 @@ class Eager(Kernels):
 
     def sums(self, x_BV: Tensor) -> Tensor:
         """Over the columns of each block: [blocks, B]."""
-        (sums,) = of_blocks(*((x.sum(2),) for x in self.by_blocks(x_BV)))
+        (sums,) = by_block(*((x.sum(2),) for x in self.by_blocks(x_BV)))
         return sums.T
 
     def sum_of_rest(self, d_BV: Tensor, y_B1: Tensor) -> Tensor:
@@ -240,6 +240,6 @@ class Eager(Kernels):
         return self.scratch_BV[: like_BV.shape[0]]
 
 
-def of_blocks(*parts: tuple[Tensor, ...]) -> list[Tensor]:
+def by_block(*parts: tuple[Tensor, ...]) -> list[Tensor]:
     """[B, blocks] of each number, of all parts."""
     return [x[0] if len(x) == 1 else torch.cat(x, 1) for x in zip(*parts, strict=True)]

@@ -90,9 +90,9 @@ class GatheredTokens(LocalTokens):
             # Of a token that fills a chunk it is 0, and nothing may be divided by that.
             temperature = numbers.pop()
             self.temperature = torch.where(temperature == 0, 1.0, temperature)
-        of_all = self.labels, None, call.ignore_index, self.vocab, call.hidden.device, self.ids
+        select_args = self.labels, None, call.ignore_index, self.vocab, call.hidden.device, self.ids
         # Tokens that are not valid stay, so that chunks are the same on all ranks.
-        self.all = select_tokens(*of_all)._replace(rows=None, packed=False)
+        self.all = select_tokens(*select_args)._replace(rows=None, packed=False)
         if call.rows.shards:
             self.factors = torch.stack(numbers) if numbers else None
         left = iter(numbers)
@@ -111,8 +111,8 @@ class GatheredTokens(LocalTokens):
         sizes = [x.shape[1] for x in packed]
         in_chunks = []
         for part, x in zip(gathered.split(sizes, dim=1), whole, strict=True):
-            of_ranks = part.reshape(-1).view(x.dtype).view(self.ranks, self.length)
-            parts = [x.reshape(-1) for x in of_ranks.split(self.per_chunk, dim=1)]
+            gathered = part.reshape(-1).view(x.dtype).view(self.ranks, self.length)
+            parts = [x.reshape(-1) for x in gathered.split(self.per_chunk, dim=1)]
             in_chunks.append(torch.cat(parts))
         return in_chunks
 
@@ -152,8 +152,8 @@ class GatheredTokens(LocalTokens):
 
     def _same_of_all(self, gathered: Tensor) -> bool:
         """Whether what was gathered is the same of every rank that would count it again."""
-        of_ranks = gathered.view(self.ranks, -1)[self.alike]
-        return bool((of_ranks == of_ranks[:, :1]).all())
+        gathered = gathered.view(self.ranks, -1)[self.alike]
+        return bool((gathered == gathered[:, :1]).all())
 
     def _start(self, start: int) -> list[PendingCollective]:
         size, local = min(self.per_chunk, self.length - start), self.local_tokens

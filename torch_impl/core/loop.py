@@ -133,7 +133,7 @@ class HeadLoop:
     def check_consistent(self) -> ShardedVocab | None:
         """Before a forward over shards: what every rank must have the same. What a function adds
         goes to the `consistency` of the result; None, where nothing is left to compare."""
-        call, vocab, of_tokens = self.call, self.vocab, self.chunks_of
+        call, vocab, tokens = self.call, self.vocab, self.chunks_of
         if not isinstance(vocab, ShardedVocab) or vocab.verified:
             return None
         consistency, valid = vocab.consistency, self.tokens.valid
@@ -153,17 +153,17 @@ class HeadLoop:
         consistency.begin(self.terms.function, some, self.labels, valid)
         if not self.gathered:
             consistency.tokens("hidden", call.hidden, valid)
-        if of_tokens.digest is not None:
-            consistency.digests("hidden", torch.where(valid, of_tokens.digest, 0.0))
-        if of_tokens.factors is not None:
-            first_N, *more = of_tokens.factors
+        if tokens.digest is not None:
+            consistency.digests("hidden", torch.where(valid, tokens.digest, 0.0))
+        if tokens.factors is not None:
+            first_N, *more = tokens.factors
             consistency.per_token("token_weights", first_N, valid.shape[0])
             if more:  # probabilities of a teacher's classes, or of labels
                 consistency.probs(torch.stack(more, 1), valid)
         chunks = 0 if self.rows.streamed else next(iter(self.blocks())).plan.chunk_tokens
         consistency.exact("max_chunk_bytes", float(chunks))
         consistency.close("logit_scale", call.logit_scale)
-        consistency.per_token("temperature", of_tokens.temperature, valid.shape[0])
+        consistency.per_token("temperature", tokens.temperature, valid.shape[0])
         consistency.scalars(call.scalars, self.terms.function)
         consistency.ids(self.ids, valid, call.top_k)
         consistency.exact("kind", self.terms.kind)

@@ -31,9 +31,9 @@ class ColumnStats(NamedTuple):
         z_y = torch.where(self.owned, self.z_y, 0.0) + torch.where(other.owned, other.z_y, 0.0)
         both, sum_d = (self, other), None
         if self.rest.sum_d is not None:
-            of_each = [ALGEBRA.largest(x.rest) for x in both]
-            m = torch.maximum(*of_each)
-            terms = zip(both, of_each, strict=True)
+            maxima = [ALGEBRA.largest(x.rest) for x in both]
+            m = torch.maximum(*maxima)
+            terms = zip(both, maxima, strict=True)
             sum_d = sum(ALGEBRA.moved(x.rest.sum_d, x.weight, m_of_x, m) for x, m_of_x in terms)
         pairs = zip(self.rest[:-1], other.rest[:-1], strict=True)
         fields = [None if x is None else torch.cat((x, y)) for x, y in pairs]
@@ -50,13 +50,13 @@ def all_stats(loop: Any, wanted: WantedStats) -> TokenStats:
 
 
 def columns_of_blocks(blocks: Iterable[ChunkedLogits], wanted: WantedStats) -> ColumnStats:
-    of_all: ColumnStats | None = None
+    joined: ColumnStats | None = None
     for logits in blocks:
-        of_block = columns_of(logits, wanted)
+        block_stats = columns_of(logits, wanted)
         logits.keep_filled()
-        of_all = of_block if of_all is None else of_all.joined(of_block)
-    assert of_all is not None
-    return of_all
+        joined = block_stats if joined is None else joined.joined(block_stats)
+    assert joined is not None
+    return joined
 
 
 def chunk_stats(logits: ChunkedLogits, chunk: Chunk, wanted: WantedStats) -> TokenStats:
@@ -77,14 +77,14 @@ def columns_of(logits: Any, wanted: WantedStats, chunk: Chunk | None = None) -> 
     packed: Tensor | None = None
     further, more, top = logits.tokens.more, None, None
     number = 0 if further is None else further.ids.shape[1]
-    of_top = min(logits.shape.top_k, logits.local_size)
+    candidates = min(logits.shape.top_k, logits.local_size)
     for part in logits.chunks() if chunk is None else (chunk,):
         packed = put_stats(packed, count, logits, part, wanted, whole=chunk is None)
     if packed is None:  # of no token
-        rows = number + 2 * of_top + 4 + sum(wanted)
+        rows = number + 2 * candidates + 4 + sum(wanted)
         packed = torch.zeros(rows, count, **logits.like)
     if logits.shape.top_k:
-        columns, z_top, packed = packed.tensor_split([of_top, 2 * of_top])
+        columns, z_top, packed = packed.tensor_split([candidates, 2 * candidates])
         top = torch.stack((logits.vocab.to_class(columns), z_top))
         top = logits.vocab.offered(top, logits.shape.top_k)
     z_y, rest = unpacked(packed[number:], wanted)

@@ -218,7 +218,7 @@ class ShardedVocab(LocalVocab):
         first = None if first is None else more[: self.ranks].amin(0)
         if self.wrong is not None:
             z_y = torch.where(self.wrong, torch.nan, z_y)
-        return z_y, algebra.of_sums(m, BlockSums(ones, *of_words), first, sum_d)
+        return z_y, algebra.from_sums(m, BlockSums(ones, *of_words), first, sum_d)
 
     def added(self, words: Tensor) -> Tensor:
         """Over all shards."""
@@ -235,10 +235,10 @@ class ShardedVocab(LocalVocab):
     def offered(self, top: Tensor, top_k: int) -> Tensor:
         """A shard of fewer columns has no class, -1, in the others' places."""
         _, count, tokens = top.shape
-        of_ranks = top.new_zeros(2, self.ranks, top_k, tokens)
-        of_ranks[0, self.rank, count:] = -1
-        of_ranks[:, self.rank, :count] = top
-        return of_ranks.flatten(1, 2)
+        gathered = top.new_zeros(2, self.ranks, top_k, tokens)
+        gathered[0, self.rank, count:] = -1
+        gathered[:, self.rank, :count] = top
+        return gathered.flatten(1, 2)
 
     def start_sum(self, x: Tensor) -> Any:
         """Work to wait for."""

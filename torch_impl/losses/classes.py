@@ -121,27 +121,27 @@ def values_of(local: Selected, packed: Tensor, call: Any, options: Options) -> t
     if host_readable(outside) and not call.rows.route and bool(outside.any()):
         KEPT.refuse("outside", label=int(want.labels[outside][0]))
     values, kept, top = CLASSES.values_and_top(z, rest, want, candidates, call.top_k)
-    *of_tokens, correct, ids_logprobs, tail = values
-    outputs = (local.clean(x).to(options.output_dtype, copy=True) for x in of_tokens)
+    *per_token, correct, ids_logprobs, tail = values
+    outputs = (local.clean(x).to(options.output_dtype, copy=True) for x in per_token)
     tail = local.clean(tail).to(options.output_dtype, copy=True)
-    of_ids, of_top = (
+    ids_out, top_out = (
         local.clean(x.T).T.to(options.output_dtype).contiguous()
         for x in (ids_logprobs, top.logprobs)
     )
     numbers = torch.stack([x.to(z.dtype) for x in kept[1:]])
     residuals = torch.cat((kept.log_p, top.ids.T.to(z.dtype), numbers))
     top_ids = top.ids.clone(memory_format=torch.contiguous_format)
-    return (*outputs, correct & ~local.bad, of_ids, tail, top_ids, of_top, residuals)
+    return (*outputs, correct & ~local.bad, ids_out, tail, top_ids, top_out, residuals)
 
 
 def kept_of(call: Any, residuals: Tensor) -> tuple[Any, Residuals]:
     """The call of a backward, which has the classes of the forward's `top_k` among its `ids`, and
     what that kept."""
     known, top_k = call.ids.shape[1], call.top_k
-    log_p, top, of_tokens = residuals.tensor_split([1 + known + top_k, 1 + known + 2 * top_k])
+    log_p, top, per_token = residuals.tensor_split([1 + known + top_k, 1 + known + 2 * top_k])
     if top_k:  # a copy of many ids is as large as what a backward makes of them
         call = call._replace(ids=torch.cat((call.ids, top.T.long()), 1), top_k=0)
-    lse, entropy, index, rest_of_top, tail = of_tokens
+    lse, entropy, index, rest_of_top, tail = per_token
     return call, Residuals(log_p, lse, entropy, index.long(), rest_of_top, tail)
 
 
@@ -156,15 +156,15 @@ def upstream_rows(
     def clean(g: Tensor | None) -> Tensor:
         return zeros if g is None else local.clean(g.to(like.dtype))
 
-    of_ids = like.new_zeros(count, call.ids.shape[1] - max(0, options.kept))
+    d_of_ids = like.new_zeros(count, call.ids.shape[1] - max(0, options.kept))
     d_ids, d_top = upstream.d_ids_logprobs, upstream.d_top_logprobs
     if d_ids is not None:
-        of_ids[:, : d_ids.shape[1]] = local.clean(d_ids.to(like.dtype).T).T
+        d_of_ids[:, : d_ids.shape[1]] = local.clean(d_ids.to(like.dtype).T).T
     if d_top is not None:
-        of_ids[:, of_ids.shape[1] - d_top.shape[1] :] = local.clean(d_top.to(like.dtype).T).T
+        d_of_ids[:, d_of_ids.shape[1] - d_top.shape[1] :] = local.clean(d_top.to(like.dtype).T).T
     entropies = None if upstream.d_entropy is None else clean(upstream.d_entropy)
     tails = None if upstream.d_tail is None else clean(upstream.d_tail)
-    g = Upstream(clean(upstream.d_logprobs), entropies, clean(upstream.d_lse), of_ids, tails)
+    g = Upstream(clean(upstream.d_logprobs), entropies, clean(upstream.d_lse), d_of_ids, tails)
     want = want_of(local, call, options)
     dz, lse = CLASSES.gradients(g, kept, want), CLASSES.lse_of_rest(kept, want)
     beta = zeros if dz.beta is None else dz.beta
@@ -243,13 +243,13 @@ def _(call: HeadCall, options: Options) -> tuple[Tensor, ...]:
     count, further = call.ids.shape
     like, number = call.hidden, further - max(0, options.kept)
     dtypes = [options.output_dtype] * 3 + [torch.bool]
-    of_tokens = [like.new_empty(count, dtype=dtype) for dtype in dtypes]
+    per_token = [like.new_empty(count, dtype=dtype) for dtype in dtypes]
     of_ids = like.new_empty(count, number, dtype=options.output_dtype)
     top_ids = like.new_empty(count, call.top_k, dtype=torch.int64)
     of_top = like.new_empty(count, call.top_k, dtype=options.output_dtype)
     rows = further + 2 * call.top_k + 6
     residuals = like.new_empty(rows, count, dtype=call.compute_dtype)
-    return (*of_tokens, of_ids, torch.empty_like(of_tokens[0]), top_ids, of_top, residuals)
+    return (*per_token, of_ids, torch.empty_like(per_token[0]), top_ids, of_top, residuals)
 
 
 @operator(
@@ -304,8 +304,8 @@ def with_ids(args: Arguments | LogitsArguments, call: Any) -> tuple[Any, int]:
 
 def shaped(results: Any, problem: Any, args: Any) -> LogprobOutput[Tensor]:
     """With the leading dimensions of a call."""
-    *of_tokens, of_ids, _, top_ids, of_top, _ = results
-    logprobs, entropy, lse, correct = (with_leading(x, problem.leading) for x in of_tokens)
+    *per_token, of_ids, _, top_ids, of_top, _ = results
+    logprobs, entropy, lse, correct = (with_leading(x, problem.leading) for x in per_token)
     further: list[Any] = [None, None, None]
     if args.ids is not None:
         further[0] = of_ids.reshape(*problem.leading, of_ids.shape[1])

@@ -93,8 +93,8 @@ def divergence_forward(
         return logits_forward(call, teacher, loss)
     needs = loss.reduced_needs
     refused = refused_divisor(call, loss)
-    of_loss = loss.terms(loss.function, teacher.form, refused)
-    loop = HeadLoop(in_halves(call), of_loss, kernel_cls=kernels_of(call, loss))
+    terms = loss.terms(loss.function, teacher.form, refused)
+    loop = HeadLoop(in_halves(call), terms, kernel_cls=kernels_of(call, loss))
     weights_N, weight_sum, divisor = token_weights(
         loss, loop.local_tokens.valid, loop.compute_dtype
     )
@@ -103,9 +103,9 @@ def divergence_forward(
     if loss.squared and call.temperature is not None:
         squared_N = squared_N * call.temperature.to(loop.compute_dtype).square()
     factor_N = torch.where(loop.local_tokens.bad, torch.nan, own_factor_N)
-    probs = teacher.of_tokens(loop.compute_dtype)
-    factor_N, squared_N, *of_labels = loop.chunks_of.exchange(factor_N, squared_N, *probs)
-    teacher = teacher.of_chunks(of_labels)
+    probs = teacher.per_token(loop.compute_dtype)
+    factor_N, squared_N, *gathered_probs = loop.chunks_of.exchange(factor_N, squared_N, *probs)
+    teacher = teacher.of_chunks(gathered_probs)
     exponent = power_of_two(call.gemm_dtype, factor_N * squared_N) if any(needs) else None
     scaled_N = factor_N if exponent is None else torch.ldexp(factor_N, exponent)
     check_consistent(loop, loss, divisor)
@@ -122,13 +122,13 @@ def divergence_forward(
     own_6N = loop.local_tokens.clean(values_6N)
     loss_N, nll_N = own_6N[:2]
     total = loss_N * own_factor_N if loss.each else reduced(loss_N, weights_N, divisor)
-    of_token = [x.to(loss.output_dtype, copy=True) for x in own_6N[2:]]
+    token_results = [x.to(loss.output_dtype, copy=True) for x in own_6N[2:]]
     output = DivergenceOutput(
         total.to(loss.output_dtype),
         loop.local_tokens.valid.sum(),
         weight_sum.to(loss.output_dtype),
         reduced(nll_N, weights_N, divisor).to(loss.output_dtype),
-        *of_token,
+        *token_results,
     )
     return output, residuals_7N.clone(), gradients, loop.local_tokens.valid
 
@@ -180,11 +180,11 @@ def divergence_op(call: HeadCall, teacher: TeacherCall, loss: Loss) -> Tensors:
 def _(call: HeadCall, teacher: TeacherCall, loss: Loss) -> Tensors:
     hidden, number, count = call.hidden, loss.output_dtype, call.hidden.shape[0]
     first = (count,) if loss.each else ()
-    of_call = (number, torch.int64, number, number)
+    scalars_of_call = (number, torch.int64, number, number)
     rows = len(Residuals._fields) if loss.each else 0
     return (
-        *(hidden.new_empty(() if k else first, dtype=x) for k, x in enumerate(of_call)),
-        *(hidden.new_empty(count, dtype=number) for _ in range(RESULTS - len(of_call))),
+        *(hidden.new_empty(() if k else first, dtype=x) for k, x in enumerate(scalars_of_call)),
+        *(hidden.new_empty(count, dtype=number) for _ in range(RESULTS - len(scalars_of_call))),
         hidden.new_empty(rows, count, dtype=call.compute_dtype),
         *fake_gradients(call, loss.reduced_needs, call.compute_dtype),
         hidden.new_empty(count, dtype=torch.bool),
@@ -262,10 +262,10 @@ def head_divergence(args: DivergenceArguments) -> DivergenceOutput[Tensor]:
         return top_k_divergence(args, Arguments(labels=args.labels, **fields))
 
     @with_head(recompute=args.reduction == "none")
-    def of_student(call: Arguments, local: RowLayout | None = None) -> DivergenceOutput[Tensor]:
+    def cross_entropy(call: Arguments, local: RowLayout | None = None) -> DivergenceOutput[Tensor]:
         return placed_divergence(args, call, local)
 
-    return of_student(Arguments(labels=args.labels, **fields))
+    return cross_entropy(Arguments(labels=args.labels, **fields))
 
 
 def placed_divergence(
@@ -308,10 +308,10 @@ def output_of(
 ) -> DivergenceOutput[Tensor]:
     """What a call returns: the outputs that it asks for, of which the loss alone has a derivative,
     and what the loss was divided by."""
-    total, num_tokens, weight_sum, nll, *of_token = results
+    total, num_tokens, weight_sum, nll, *token_results = results
     nll = without_gradient("nll", nll, call.leaves, FUNCTION) if args.nll_weight else nll
     per_token: dict[str, Any] = dict.fromkeys(DIVERGENCE_OUTPUTS)
-    for name, x in zip(DIVERGENCE_OUTPUTS, of_token):
+    for name, x in zip(DIVERGENCE_OUTPUTS, token_results):
         if name in args.outputs:
             value = with_leading(x, leading)
             per_token[name] = without_gradient(name, value, call.leaves, FUNCTION)
@@ -333,8 +333,8 @@ def logits_divergence(args: LogitsDivergenceArguments) -> DivergenceOutput[Tenso
     names = [x for x in LogitsArguments._fields if x in LogitsDivergenceArguments._fields]
     fields = {name: getattr(args, name) for name in names}
     labels = labels_for(args.logits, None, args.where)
-    of_logits = LogitsArguments(labels=labels, **fields)
-    bound, problem, call = bind_logits(LOGITS_FUNCTION, of_logits, args)
+    logits_args = LogitsArguments(labels=labels, **fields)
+    bound, problem, call = bind_logits(LOGITS_FUNCTION, logits_args, args)
     with of_teacher():
         columns = None if call.rows.group else problem.columns
         teacher = logits_teacher(args.teacher, bound, call, problem, columns)
@@ -352,5 +352,5 @@ def logits_divergence(args: LogitsDivergenceArguments) -> DivergenceOutput[Tenso
         soft_class_weights=None,
         needs=wanted(*call.leaves),
     )
-    total, *of_call = divergence_op(call, teacher, loss)[:4]
-    return DivergenceOutput(with_leading(total, problem.leading), *of_call)
+    total, *scalars_of_call = divergence_op(call, teacher, loss)[:4]
+    return DivergenceOutput(with_leading(total, problem.leading), *scalars_of_call)

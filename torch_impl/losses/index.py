@@ -72,13 +72,13 @@ class IndexLabels(Objective):
 
     def units(self, chunk: Chunk) -> Iterator[tuple[LogitsBlock, TokenStats | None]]:
         """Blocks, and the statistics of the chunk where shards have exchanged them."""
-        of_chunk = None
+        stats = None
         if self.when == "each chunk":
-            of_chunk = chunk_stats(self.logits, chunk, self.wanted)
-        return ((rows, of_chunk) for rows in self.logits.blocks(chunk, fresh=of_chunk is None))
+            stats = chunk_stats(self.logits, chunk, self.wanted)
+        return ((rows, stats) for rows in self.logits.blocks(chunk, fresh=stats is None))
 
     def step(self, unit: tuple[LogitsBlock, TokenStats | None], kernels: Any, out: Out) -> None:
-        rows, of_chunk = unit
+        rows, stats = unit
         factor_B, size = out.factor[rows.token_index], self.loop.vocab.size
         if self.fuses and self.logits.kernel_cls.fused_loss:
             self.fused_step(rows, kernels, factor_B, out)
@@ -87,8 +87,8 @@ class IndexLabels(Objective):
         label = target_info(self.loop, rows.token_index)
         if self.stats is not None:
             stats = at_rows(self.stats, rows.token_index)
-        elif of_chunk is not None:
-            stats = at_rows(of_chunk, rows.span)
+        elif stats is not None:
+            stats = at_rows(stats, rows.span)
         else:
             z_y, blocks = kernels.stats(rows, self.wanted, dz_follows=self.needs_dz)
             algebra = self.logits.kernel_cls.algebra
@@ -108,8 +108,8 @@ class IndexLabels(Objective):
         values_7B = values_7B if direct else torch.empty_like(values_7B)
         weights = self.loop.class_weights
         weights_sum = None if weights is None else weights.sum()
-        of_loss = LossTerms(factor_B, self.scalars, weights_sum, values_7B, dz_y_B)
-        cast(FusedLoss, kernels).loss(rows, self.wanted, of_loss, out.sums.output(rows))
+        loss_terms = LossTerms(factor_B, self.scalars, weights_sum, values_7B, dz_y_B)
+        cast(FusedLoss, kernels).loss(rows, self.wanted, loss_terms, out.sums.output(rows))
         if not direct:
             out.values[:, rows.token_index] = values_7B
 
@@ -120,9 +120,9 @@ def nll_forward(call: HeadCall, loss: Loss) -> tuple[NLLOutput[Tensor], Gradient
     needs, mean = loss.needs, loss.mean and loss.denominator is None
     refused, outputs = refused_divisor(call, loss), loss.entropy + 2.0 * loss.predicted
     loop = HeadLoop(call, Terms("chunked_nll", needs, outputs, loss.class_weights, refused, mean))
-    of_class_N = None if loss.class_weights is None else target_info(loop, slice(None)).weight
+    class_weight_N = None if loss.class_weights is None else target_info(loop, slice(None)).weight
     weights_N, weight_sum, divisor = token_weights(
-        loss, loop.local_tokens.valid, loop.compute_dtype, of_class_N
+        loss, loop.local_tokens.valid, loop.compute_dtype, class_weight_N
     )
     factor_N = torch.where(loop.local_tokens.bad, torch.nan, weights_N * (1.0 / divisor))
     (factor_N,) = loop.chunks_of.exchange(factor_N)
@@ -183,11 +183,11 @@ def nll_op(call: HeadCall, loss: Loss) -> tuple[Tensor, ...]:
 def _(call: HeadCall, loss: Loss) -> tuple[Tensor, ...]:
     hidden, number, count, flag = call.hidden, loss.output_dtype, torch.int64, torch.bool
     num_tokens = hidden.shape[0]
-    of_call = (number, count, number, number)
-    of_token = (number, number, number, flag, count)
+    scalars_of_call = (number, count, number, number)
+    per_token = (number, number, number, flag, count)
     return (
-        *(hidden.new_empty((), dtype=dtype) for dtype in of_call),
-        *(hidden.new_empty(num_tokens, dtype=dtype) for dtype in of_token),
+        *(hidden.new_empty((), dtype=dtype) for dtype in scalars_of_call),
+        *(hidden.new_empty(num_tokens, dtype=dtype) for dtype in per_token),
         *fake_gradients(call, loss.needs, call.compute_dtype),
         hidden.new_empty(num_tokens, dtype=flag),
     )

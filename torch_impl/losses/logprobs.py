@@ -130,9 +130,9 @@ def logprobs_backward(upstream: Cotangents, call: HeadCall, values: Values) -> G
     residuals_4N, g_3N = loop.chunks_of.exchange(upstream.residuals, g_3N)
 
     def dz_of(g_3B: Tensor, token_index: slice | Tensor) -> Coefficients:
-        of_rows = Residuals(*residuals_4N[:, token_index])
+        residuals = Residuals(*residuals_4N[:, token_index])
         return coefficients(
-            g_3B, of_rows, entropy=entropy, smoothing=smoothing, vocab_size=vocab_size
+            g_3B, residuals, entropy=entropy, smoothing=smoothing, vocab_size=vocab_size
         )
 
     return recompute(call, loop, Recompute(residuals_4N[0], dz_of), g_3N, needs)
@@ -220,14 +220,14 @@ logprobs_op.gradient(keep, backward)
 def head_logprobs(args: Arguments) -> LogprobOutput[Tensor]:
     """`chunked_logprobs` of its arguments."""
     if args.kept is None and args.ids is None and is_zero(args.top_k):
-        return of_labels(args)
+        return head_of_labels(args)
     from xentlib.torch.losses.classes import head_classes
 
     return head_classes(args)
 
 
 @with_head(recompute=True)
-def of_labels(args: Arguments, local: RowLayout | None = None) -> LogprobOutput[Tensor]:
+def head_of_labels(args: Arguments, local: RowLayout | None = None) -> LogprobOutput[Tensor]:
     """The same of labels alone."""
     args, problem, call = bind("chunked_logprobs", args, local)
     values = Values(args.entropy, getattr(torch, problem.output_dtype), wanted(*call.leaves))

@@ -62,7 +62,7 @@ def token_weights(
     loss: Weights | Weighting,
     valid_N: Tensor,
     dtype: torch.dtype,
-    of_class_N: Tensor | float | None = None,
+    class_weight_N: Tensor | float | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """[N] weights of this rank's tokens, 0 where one does not count; their sum, with those of the
     classes; and what the loss is divided by."""
@@ -72,9 +72,9 @@ def token_weights(
     weights_N = torch.where(valid_N, weights_N, 0.0)
     total_valid = valid_N.sum()
     weight_sum = total_valid.to(dtype)
-    if loss.token_weights is not None or of_class_N is not None:
-        of_class_N = 1.0 if of_class_N is None else of_class_N
-        weight_sum = torch.where(valid_N, weights_N * of_class_N, 0.0).sum()
+    if loss.token_weights is not None or class_weight_N is not None:
+        class_weight_N = 1.0 if class_weight_N is None else class_weight_N
+        weight_sum = torch.where(valid_N, weights_N * class_weight_N, 0.0).sum()
     if loss.denominator is not None:
         divisor = loss.denominator.to(dtype)
     else:
@@ -100,8 +100,8 @@ def check_consistent(loop: HeadLoop, loss: Weights, divisor: Tensor) -> None:
     consistency.exact("class_weights", 0.0 if weights is None else float(weights.shape[0]))
     consistency.per_class("class_weights", loop.class_weights)
     if loop.gathered:
-        of_head = sum(2.0**k * need for k, need in enumerate(needs[1:]))
-        consistency.exact("gradient of the head", of_head)
+        head_needs = sum(2.0**k * need for k, need in enumerate(needs[1:]))
+        consistency.exact("gradient of the head", head_needs)
     else:
         consistency.per_token("token_weights", loss.token_weights, loop.local_tokens.valid.shape[0])
         consistency.close("denominator", divisor)
@@ -113,8 +113,8 @@ def refused_divisor(call: HeadCall, loss: Weights) -> float | None:
     divisor = loss.denominator
     if divisor is None or not (call.denominator_is_0 or (host_readable(divisor) and divisor <= 0)):
         return None
-    of_tokens = call.labels, call.where, loss.token_weights, loss.class_weights
-    if not all(x is None or host_readable(x) for x in of_tokens):
+    inputs = call.labels, call.where, loss.token_weights, loss.class_weights
+    if not all(x is None or host_readable(x) for x in inputs):
         return None
     valid_N, _ = counted(call.labels, call.where, call.ignore_index)
     weights_N = valid_N.double()
@@ -149,11 +149,11 @@ def scale_gradients(
     # Times 1 changes nothing and costs a pass over d weight; the value is free to read on CPU, and
     # without `reuse` there may be none.
     one = reuse and on_cpu and gradient.item() == 1.0
-    of_head = gradient if of_all is None else of_all.to(gradient.dtype)
-    of_head = of_head if head_scale == 1.0 else of_head * head_scale
+    head_gradient = gradient if of_all is None else of_all.to(gradient.dtype)
+    head_gradient = head_gradient if head_scale == 1.0 else head_gradient * head_scale
     results: list[Tensor | None] = [None] * len(accumulators)
     for slot, (accumulator, dtype) in enumerate(zip(accumulators, dtypes, strict=True)):
-        by = of_head if slot else gradient
+        by = head_gradient if slot else gradient
         if one and by is gradient and needs[slot] and dtype is not None:
             results[slot] = accumulator.to(dtype)
         elif needs[slot] and dtype is not None:

@@ -82,7 +82,7 @@ class Residuals(NamedTuple):
     labels_lse: Tensor  # of the student's logits at temperature 1, for the NLL term
     gain: Tensor  # of dz, with the token's weight
     shift: Tensor
-    of_nll: Tensor  # of the labels' loss, what is added in the target's column
+    nll_dz: Tensor  # of the labels' loss, what is added in the target's column
 
 
 VALUES = ("loss", "nll", "divergence", "logprobs", "entropy", "teacher_entropy")
@@ -135,27 +135,27 @@ class Divergence(PairedObjective):
             is_tempered(self.call),
             unit.token_index,
         )
-        of_unit = self.pair.values(unit, kernels, tempered_nll=tempered)
-        value = of_unit.loss * self.squared_N[token_index]
-        more = of_unit.z_term
+        unit_values = self.pair.values(unit, kernels, tempered_nll=tempered)
+        value = unit_values.loss * self.squared_N[token_index]
+        more = unit_values.z_term
         if weight:
-            more = -weight * of_unit.labels
+            more = -weight * unit_values.labels
             value = value + more
-        dz = DzTerms(*(x * self.squared_N[token_index] for x in of_unit.dz))
+        dz = DzTerms(*(x * self.squared_N[token_index] for x in unit_values.dz))
         if weight and not tempered:
-            dz = self.pair.kind.with_nll(dz, of_unit.total, weight)
-        values = [value, more, *of_unit.per_token]
+            dz = self.pair.kind.with_nll(dz, unit_values.total, weight)
+        values = [value, more, *unit_values.per_token]
         if self.loss.each:
             terms = (*dz, torch.full_like(value, -weight))
-            values += [*of_unit.known, *(x * self.weights_N[token_index] for x in terms)]
+            values += [*unit_values.known, *(x * self.weights_N[token_index] for x in terms)]
         out.values[:, token_index] = torch.stack(values)
         for k, part in enumerate(unit.parts()) if out.needs_dz else ():
             rows, _, at = part
             factor_B = self.logits.scaled(out.factor[rows.token_index], rows)
-            of_nll = -weight * untempered(factor_B, rows) if weight else None
-            of_rows = DzTerms(factor_B * dz.gain[at], factor_B * dz.shift[at])
-            p = of_unit.p_labels[k] if tempered else None
-            self.pair.write(part, of_rows, of_nll, p, kernels, out.sums)
+            nll_dz = -weight * untempered(factor_B, rows) if weight else None
+            dz_terms = DzTerms(factor_B * dz.gain[at], factor_B * dz.shift[at])
+            p = unit_values.p_labels[k] if tempered else None
+            self.pair.write(part, dz_terms, nll_dz, p, kernels, out.sums)
 
 
 class DivergenceRecompute(PairedRecompute):
@@ -172,11 +172,11 @@ class DivergenceRecompute(PairedRecompute):
         p_labels = self.pair.recompute(unit, kernels, self.residuals_7N[:4], tempered_nll=tempered)
         rows = part[0]
         known = Residuals(*self.residuals_7N[:, rows.token_index])
-        factor_B, of_nll = self.logits.scaled(out.factor[rows.token_index], rows), None
+        factor_B, nll_dz = self.logits.scaled(out.factor[rows.token_index], rows), None
         if self.call.scalars.nll_weight:
-            of_nll = untempered(factor_B, rows) * known.of_nll
+            nll_dz = untempered(factor_B, rows) * known.nll_dz
         dz = DzTerms(factor_B * known.gain, factor_B * known.shift)
-        self.pair.write(part, dz, of_nll, p_labels[0] if tempered else None, kernels, out.sums)
+        self.pair.write(part, dz, nll_dz, p_labels[0] if tempered else None, kernels, out.sums)
 
 
 def untempered(factor_B: Tensor, rows: LogitsBlock) -> Tensor:
@@ -206,7 +206,7 @@ def logits_values(
     if pair.kind.twice:
         delta = pair.kind.delta(*sums_of_blocks(pair, known, first=True)[:2])
         known.append(delta)
-    value, dz = pair.kind.of_sums(pair.kind.named(sums_of_blocks(pair, known)))
+    value, dz = pair.kind.from_sums(pair.kind.named(sums_of_blocks(pair, known)))
     lse, teacher_lse = known[:2]
     return loop, value, Residuals(lse, teacher_lse, delta, lse, dz.gain, dz.shift, none)
 

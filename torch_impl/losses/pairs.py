@@ -192,8 +192,8 @@ class PairedLogits:
         for rows in students:
             rows.temperature_B = None
         if lse is None:
-            of_student = (students, kernels[0], WantedStats())
-            stats = stats_of(self.student, *of_student, learns=True)
+            student_args = (students, kernels[0], WantedStats())
+            stats = stats_of(self.student, *student_args, learns=True)
             lse = stats.lse
         else:
             for rows in students:
@@ -208,14 +208,14 @@ class PairedLogits:
     def check_classes(self) -> None:
         """All ranks of a sharded vocabulary know by now that they have as many: logits have columns
         for the padding of a shard too, as its rows are."""
-        of_logits, student = isinstance(self.teacher, LogitsTeacher), self.student
-        size = student.local_rows if of_logits else student.local_size
+        stored, student = isinstance(self.teacher, LogitsTeacher), self.student
+        size = student.local_rows if stored else student.local_size
         check_vocabulary(size, self.teacher.classes, sharded=student.vocab.sharded)
 
     def values(self, unit: Unit, kernels: KernelPair, *, tempered_nll: bool = False) -> UnitValues:
         """Steps 2 to 5. a is then in place of the student's logits, p in place of the teacher's.
         `tempered_nll`: a loss of the labels is of other logits, without their temperature."""
-        of_labels, p_labels = self.untempered(unit, kernels) if tempered_nll else (None, [])
+        untempered, p_labels = self.untempered(unit, kernels) if tempered_nll else (None, [])
         students, teachers = zip(*unit.pairs)
         of_own, of_other = zip(kernels, self.wanted)
         stats = [stats_of(self.student, students, *of_own, learns=True)]
@@ -229,9 +229,9 @@ class PairedLogits:
             delta = kind.delta(*self.summed([self.sums(x, kernels[0]) for x in first]))
         known = [*lse, delta] if kind.twice else lse
         terms = (self.put_terms(part, known) for part in unit.parts())
-        of_all = kind.named(self.summed([self.sums(x, kernels[0]) for x in terms]))
-        value, dz = kind.of_sums(of_all)
-        labels = of_labels or stats[0]
+        sums = kind.named(self.summed([self.sums(x, kernels[0]) for x in terms]))
+        value, dz = kind.from_sums(sums)
+        labels = untempered or stats[0]
         student, other = stats
         per_token = value, student.logprob, student.entropy, other.entropy
         return UnitValues(
@@ -242,7 +242,7 @@ class PairedLogits:
             p_labels,
             (student.lse, other.lse, delta, labels.lse),
             dz,
-            of_all.total,
+            sums.total,
         )
 
     def recompute(
@@ -270,9 +270,9 @@ class PairedLogits:
 
     def prepare(self, part: Any, kernels: KernelPair) -> None:
         """Step 2 of both."""
-        for k, (rows, of_head) in enumerate(zip(part, kernels)):
+        for k, (rows, kernel) in enumerate(zip(part, kernels)):
             if rows.fresh:
-                restore(rows, of_head.prepare(rows, derivative=not k))
+                restore(rows, kernel.prepare(rows, derivative=not k))
 
     def ratio(self, part: Any, known: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
         rows, teacher, at = part
@@ -307,11 +307,11 @@ class PairedLogits:
         target: Tensor | None,
         p: Tensor | None,
         kernels: KernelPair,
-        of_block: Any,
+        outputs: Any,
     ) -> None:
         """Steps 6 and 7, for the products of `of_block`; arguments as those of `put_dz`."""
         self.put_dz(part, dz, target, p)
-        of_block.put(part[0], kernels[0])
+        outputs.put(part[0], kernels[0])
 
     def put_dz(
         self, part: Any, dz: DzTerms, target: Tensor | None = None, p: Tensor | None = None

@@ -111,8 +111,8 @@ def labels_call(
         ids, probs = map(plain, soft)
         only_tensors(ids=ids, labels=probs)
         not_differentiable(probs=probs)
-        of_few = SoftLabels(array_spec(ids), array_spec(probs))
-        check_soft(of_few, source, name, columns, call.ignore_index)
+        soft_spec = SoftLabels(array_spec(ids), array_spec(probs))
+        check_soft(soft_spec, source, name, columns, call.ignore_index)
         ids = ids.reshape(-1, ids.shape[-1])
         probs = torch.where(ids >= 0, probs.reshape(ids.shape), 0.0)
         # A token without a class is none. Labels go where the ids are, which nobody waits for.
@@ -160,10 +160,10 @@ def soft_forward(call: HeadCall, labels: TeacherCall, values: Any) -> tuple[Tens
     if not labels.sparse:
         check_columns(call.columns, labels.classes)
     kernels, parts = pair.kernels(), []
-    for rows, of_labels in pair.teacher.pairs(logits.blocks(), None):
+    for rows, labels in pair.teacher.pairs(logits.blocks(), None):
         restore(rows, kernels[0].prepare(rows, derivative=False))
-        a_BV = pair.put_p(rows, of_labels, Largest(*(x[rows.token_index] for x in stats)))
-        parts.append(pair.sums_of(rows, of_labels, a_BV, kernels[0]))
+        a_BV = pair.put_p(rows, labels, Largest(*(x[rows.token_index] for x in stats)))
+        parts.append(pair.sums_of(rows, labels, a_BV, kernels[0]))
     total, nll = torch.zeros_like(stats.lse), torch.zeros_like(stats.lse)
     if parts:
         token_index = tokens.token_index(0, tokens.computed)
@@ -185,14 +185,14 @@ class SoftRecompute(PairedRecompute):
         ((rows, labels, _),) = unit.parts()
         token_index, columns = rows.token_index, self.pair.columns
         *stats, total = self.upstream.residuals[:, token_index]
-        of_rows, (g_logprob, g_entropy, g_lse) = Largest(*stats), out.factor[:, token_index, None]
+        largest, (g_logprob, g_entropy, g_lse) = Largest(*stats), out.factor[:, token_index, None]
         restore(rows, kernels[0].prepare(rows, derivative=True))
-        a_BV = self.pair.put_p(rows, labels, of_rows)
+        a_BV = self.pair.put_p(rows, labels, largest)
         dz_BV, above = rows.z_BV[:, columns], None
         if self.entropy:
-            above = dz_BV.clamp(min=FLOOR).add_(of_rows.entropy[:, None])
+            above = dz_BV.clamp(min=FLOOR).add_(largest.entropy[:, None])
         labels.z_BV = p_BV = kernels[0].exp(dz_BV)
-        self.pair.put_slope(rows, labels, a_BV, total[:, None], of_rows)
+        self.pair.put_slope(rows, labels, a_BV, total[:, None], largest)
         dz_BV.mul_(g_logprob)
         if self.upstream.d_lse is not None:
             dz_BV.addcmul_(p_BV, g_lse)

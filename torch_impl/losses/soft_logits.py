@@ -60,28 +60,28 @@ class SoftLogits(PairedLogits):
     def values(self, unit: Unit, kernels: KernelPair, *, tempered_nll: bool = False) -> UnitValues:
         """Steps 2 to 6. a - p total is then in place of the logits, p in place of q."""
         students = [rows for rows, _ in unit.pairs]
-        of_student = self.student, students, kernels[0], self.wanted[0]
-        stats: Largest = self.kind.stats(*columns_of_units(*of_student, learns=True))
+        student_args = self.student, students, kernels[0], self.wanted[0]
+        stats: Largest = self.kind.stats(*columns_of_units(*student_args, learns=True))
         check_columns(self.student.local_rows, self.teacher.classes)
         sums, targets = [], []
         for rows, labels, at in unit.parts():
-            of_rows = Largest(*(x[at] for x in stats))
-            targets.append(self.put_p(rows, labels, of_rows))
+            stats_of_rows = Largest(*(x[at] for x in stats))
+            targets.append(self.put_p(rows, labels, stats_of_rows))
             sums.append(self.sums_of(rows, labels, targets[-1], kernels[0]))
         total, nll, logprobs = self.totals(sums)
         for (rows, labels, at), a_BV in zip(unit.parts(), targets, strict=True):
-            of_rows = Largest(*(x[at] for x in stats))
-            self.put_slope(rows, labels, a_BV, total[at, None], of_rows)
+            stats_of_rows = Largest(*(x[at] for x in stats))
+            self.put_slope(rows, labels, a_BV, total[at, None], stats_of_rows)
         loss, z_term, slope = self.kind.regularised(nll, stats)
         self.dz_has_p = slope is not None
         dz = DzTerms(-torch.ones_like(nll), torch.zeros_like(nll) if slope is None else slope)
         per_token = total, logprobs, stats.entropy, stats.lse
         return UnitValues(loss, z_term, per_token, logprobs, [], (), dz, total)
 
-    def put_p(self, rows: LogitsBlock, labels: LogitsBlock, of_rows: Largest) -> Tensor:
+    def put_p(self, rows: LogitsBlock, labels: LogitsBlock, stats_of_rows: Largest) -> Tensor:
         """log p in place of the logits; a."""
         z_BV, q_BV = (x.z_BV[:, self.columns] for x in (rows, labels))
-        z_BV.sub_(of_rows.m[:, None]).sub_(of_rows.log_total[:, None]).clamp_(min=-FAR)
+        z_BV.sub_(stats_of_rows.m[:, None]).sub_(stats_of_rows.log_total[:, None]).clamp_(min=-FAR)
         a_BV: Tensor = self.kind.target(q_BV, self.student.own_weights)
         return a_BV
 
@@ -101,9 +101,9 @@ class SoftLogits(PairedLogits):
     def totals(self, sums: list[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
         """Over all classes."""
         total, loglik, *q_loglik = self.summed(sums)
-        of_sums: tuple[Tensor, Tensor, Tensor]
-        of_sums = self.kind.of_sums(SoftSums(total, loglik, q_loglik[0] if q_loglik else None))
-        return of_sums
+        results: tuple[Tensor, Tensor, Tensor]
+        results = self.kind.from_sums(SoftSums(total, loglik, q_loglik[0] if q_loglik else None))
+        return results
 
     def put_slope(
         self,
@@ -111,7 +111,7 @@ class SoftLogits(PairedLogits):
         labels: LogitsBlock,
         a_BV: Tensor,
         total_B1: Tensor,
-        of_rows: Largest,
+        stats_of_rows: Largest,
     ) -> None:
         """a - p total in place of log p."""
         z_BV, p_BV = rows.z_BV[:, self.columns], labels.z_BV
@@ -120,8 +120,8 @@ class SoftLogits(PairedLogits):
         torch.addcmul(a_BV, p_BV, total_B1, value=-1.0, out=z_BV)
         largest_B1 = p_BV.argmax(1, keepdim=True)
         a_B1, p_B1 = (x.gather(1, largest_B1) for x in (a_BV, p_BV))
-        of_top = self.kind.at_top(a_B1, total_B1, Largest(*(x[:, None] for x in of_rows)))
-        z_BV.scatter_(1, largest_B1, torch.where(p_B1 > 0.5, of_top, z_BV.gather(1, largest_B1)))
+        dz_top = self.kind.at_top(a_B1, total_B1, Largest(*(x[:, None] for x in stats_of_rows)))
+        z_BV.scatter_(1, largest_B1, torch.where(p_B1 > 0.5, dz_top, z_BV.gather(1, largest_B1)))
 
     def put_dz(self, part: Any, dz: DzTerms, target: Any = None, p: Any = None) -> None:
         """Step 6, in place of a - p total."""

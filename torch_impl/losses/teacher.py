@@ -77,7 +77,7 @@ class TeacherCall(NamedTuple):
     head: TeacherHeadCall
     sparse: bool = False  # probabilities [N, K] of a few classes, in place of logits
 
-    def of_tokens(self, dtype: torch.dtype) -> tuple[Tensor, ...]:
+    def per_token(self, dtype: torch.dtype) -> tuple[Tensor, ...]:
         """Numbers [K, N] that travel with the tokens."""
         return (self.head.hidden.T.to(dtype),) if self.sparse else ()
 
@@ -249,11 +249,11 @@ def teacher_call(
         if student.vocab_parallel is not None:
             head = replaced(head, **local_shards(head))
         head = replaced(head, vocab_parallel=None, tokens_parallel=None, gather="head")
-        _, of_head, of_teacher = bind(TEACHER, head, call.rows if call.rows.group else None)
-    DIVERGING.require("wider", of_head.compute_dtype == compute, dtype=compute)
+        _, problem, teacher_call = bind(TEACHER, head, call.rows if call.rows.group else None)
+    DIVERGING.require("wider", problem.compute_dtype == compute, dtype=compute)
     if columns is not None:
-        check_vocabulary(columns, of_head.vocab_size)
-    return TeacherCall(TeacherHeadCall.of(of_teacher))
+        check_vocabulary(columns, problem.vocab_size)
+    return TeacherCall(TeacherHeadCall.of(teacher_call))
 
 
 def local_shards(head: Arguments) -> dict[str, Any]:

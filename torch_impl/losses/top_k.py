@@ -48,15 +48,15 @@ def top_k_divergence(args: DivergenceArguments, student: Arguments) -> Divergenc
     with of_teacher():
         only_tensors(ids=teacher.ids, logprobs=teacher.logprobs)
         not_differentiable(logprobs=teacher.logprobs)
-        of_ids = array_spec(teacher.ids)
-        check_classes(None, of_ids, array_spec(args.hidden), source="hidden")
-        check_logprobs(of_ids, array_spec(teacher.logprobs))
+        ids_spec = array_spec(teacher.ids)
+        check_classes(None, ids_spec, array_spec(args.hidden), source="hidden")
+        check_logprobs(ids_spec, array_spec(teacher.logprobs))
         check_temperatures(args.temperature, teacher.temperature)
     entropy = "entropy" in args.outputs
     student = student._replace(ids=teacher.ids, entropy=entropy)
-    of_call = class_results(student, few_classes(args, teacher))
-    logprob, ids_logprobs, tail = of_call.logprobs, of_call.ids_logprobs, of_call.tail
-    call, problem, entropies = of_call.call, of_call.problem, of_call.entropy
+    found = class_results(student, few_classes(args, teacher))
+    logprob, ids_logprobs, tail = found.logprobs, found.ids_logprobs, found.tail
+    call, problem, entropies = found.call, found.problem, found.entropy
     valid = call.labels.long() != call.ignore_index
     valid = onto(valid if call.where is None else valid & call.where, call.hidden.device)
     compute = call.compute_dtype
@@ -80,13 +80,13 @@ def top_k_divergence(args: DivergenceArguments, student: Arguments) -> Divergenc
     else:
         student_logits, teacher_logits = top_k.logits(counts, ids_logprobs, tail, log_q)
         options: dict[str, Any] = {name: getattr(args, name) for name in OF_FEW}
-        of_few = LogitsDivergenceArguments(
+        divergence_args = LogitsDivergenceArguments(
             student_logits,
             TeacherLogits(teacher_logits.to(student_logits.dtype)),
             where=valid,
             **options,
         )
-        value = logits_divergence(of_few).loss
+        value = logits_divergence(divergence_args).loss
     value = torch.where(valid, value * top_k.checked(counts, log_q), 0.0)
     loss_N = value
     if args.temperature_squared and call.temperature is not None:
@@ -100,8 +100,8 @@ def top_k_divergence(args: DivergenceArguments, student: Arguments) -> Divergenc
     each = args.reduction == "none"
     total = loss_N * (weights * (1.0 / divisor)) if each else reduced(loss_N, weights, divisor)
     numbers = (total, valid.sum(), weight_sum, reduced(nll_N.detach(), weights, divisor))
-    of_token = (torch.where(valid, x.detach(), 0.0) for x in (value, logprob, entropies))
-    results = [x.to(dtype) if x.is_floating_point() else x for x in (*numbers, *of_token)]
+    per_token = (torch.where(valid, x.detach(), 0.0) for x in (value, logprob, entropies))
+    results = [x.to(dtype) if x.is_floating_point() else x for x in (*numbers, *per_token)]
     return output_of(args, call, problem.leading, results, denominator)
 
 

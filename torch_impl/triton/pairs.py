@@ -63,7 +63,7 @@ class TritonPairs(PairedLogits):
             delta = kind.delta(*self.summed([self.sums_of(unit, kernels, first=True)]))
             self.known = student.lse, other.lse, delta
         of_all = kind.named(self.summed([self.sums_of(unit, kernels)]))
-        value, dz = kind.of_sums(of_all)
+        value, dz = kind.from_sums(of_all)
         per_token = value, student.logprob, student.entropy, other.entropy
         labels = student if labels is None else labels
         known, none = (student.lse, other.lse, delta, labels.lse), torch.zeros_like(value)

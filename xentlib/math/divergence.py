@@ -142,7 +142,7 @@ class Kind:
         rows = iter(sums)
         return PairSums(*(next(rows) if one else None for one in self.sums))
 
-    def of_sums(self, sums: PairSums) -> tuple[Array, DzTerms]:
+    def from_sums(self, sums: PairSums) -> tuple[Array, DzTerms]:
         """Step 5, of what is not negative, and infinite beyond `INFINITE`."""
         value, dz = self.value_and_dz(sums.total, sums.value / sums.total, sums)
         value = self.xp.where(value < 0.0, 0.0, value)

@@ -91,7 +91,7 @@ class CrossEntropy:
             a = self.algebra.rounded(kept * q) + eps / self.vocab_size
         return a if c is None else a * c
 
-    def of_sums(self, sums: SoftSums) -> tuple[Array, Array, Array]:
+    def from_sums(self, sums: SoftSums) -> tuple[Array, Array, Array]:
         """Per token: the sum of a, the loss, and sum q log p."""
         loglik = sums.loglik if sums.q_loglik is None else sums.q_loglik
         finite = (self.xp.where(x < -INFINITE, -INF, x) for x in (sums.loglik, loglik))

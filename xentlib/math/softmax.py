@@ -187,9 +187,9 @@ class Algebra(NamedTuple):
         m = self.largest(blocks)
         m = self.xp.where(m == -INF, 0.0, m)
         sums, first = self.block_sums(m, blocks)
-        return self.of_sums(m, sums, first, blocks.sum_d)
+        return self.from_sums(m, sums, first, blocks.sum_d)
 
-    def of_sums(
+    def from_sums(
         self, m: Array, sums: BlockSums, top: Array | None, sum_d: Array | None
     ) -> NonTargetStats:
         sum_ed = None if sums.sum_ed is None else -self.value(sums.sum_ed, m)
@@ -228,8 +228,8 @@ class Algebra(NamedTuple):
             entropy = log_total - (rest_part + own_part) / total
         if rest.sum_d is not None:
             others = label.total - label.weight
-            of_target = label.weight * logprob
-            mean_logp = (rest.sum_d + others * (rest.m - lse) + of_target) / vocab_size
+            target_part = label.weight * logprob
+            mean_logp = (rest.sum_d + others * (rest.m - lse) + target_part) / vocab_size
         predicted = None
         if rest.top is not None:
             target = self.cast(label.target, lse)
