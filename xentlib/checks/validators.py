@@ -242,11 +242,7 @@ def check_routes(arguments: Mapping[str, Any], known: Sequence[str]) -> frozense
     check_number("low_rank", low_rank, "an integer >= 0", ok=is_count(low_rank, 0))
     for name in ("recompute", "module", "kept", "kernels", "zero3", "bias"):
         check_flag(name, arguments[name])
-    for name, other in (
-        ("tensor_parallel", "zero3"),
-        ("tensor_parallel", "low_rank"),
-        ("replicas", "zero3"),
-    ):
+    for name, other in NOT_TOGETHER:
         alone = arguments[name] == 1 or not arguments[other]
         PLANS.require("alone", alone, name=name, other=other, value=arguments[name])
     check_choice("platform", arguments["platform"], ("gpu", "cpu"))

@@ -18,13 +18,11 @@ def gradients_of(
     dz_dtype: str,
     upstream: float,
     factor: Float64,
-    head: bool = True,
 ) -> dict[str, Float64]:
     """Back through softcap, scale and temperature, and through the two GEMMs: the fields of a
     reference whose names begin with `d_`, and with `bound_` and `magnitude_` of the same arrays.
 
-    `factor` [N] is what multiplies each token, the upstream gradient included. Without `head` what
-    is [V, H] is left out, as [0, H].
+    `factor` [N] is what multiplies each token, the upstream gradient included.
     """
     bz = np.abs(s.outer) * (bz * s.jacobian + np.abs(dz) * s.jacobian_error)
     dz = np.where(s.valid[:, None], dz * s.jacobian * s.outer, 0.0)
@@ -42,7 +40,7 @@ def gradients_of(
     def products(
         kind: str, dz_gemm: Float64, dz: Float64, x_NH: Float64, w_VH: Float64
     ) -> dict[str, Float64]:
-        weight = (dz_gemm if head else dz_gemm[:, :0]).T @ x_NH
+        weight = dz_gemm.T @ x_NH
         return {
             f"{kind}_hidden": (dz_gemm @ w_VH).reshape(s.hidden.shape),
             f"{kind}_weight": weight.T if s.turned else weight,
