@@ -153,7 +153,7 @@ def own_piece(gradient: jax.Array, cut: tuple[Axes, ...]) -> jax.Array:
     return gradient
 
 
-def sum_over_tokens(options: Options, x: T) -> T:
-    """Sums over the tokens of this device, made those of all."""
+def sum_over_devices(options: Options, x: T) -> T:
+    """Sums over the tokens of this device, made those of all devices whose tokens are in a sum."""
     total: T = lax.psum(x, options.place.over) if options.place and options.place.over else x
     return total

@@ -145,14 +145,14 @@ def upstream_rows(
     def wide(g: jax.Array | None, none: jax.Array) -> jax.Array:
         return none if g is None else filled(g.astype(compute), 0)
 
-    d_of_ids, d_of_top = wide(upstream.ids_logprobs, none), wide(upstream.top_logprobs, none)
-    unused = number - d_of_ids.shape[1] - d_of_top.shape[1]
-    d_of_ids = jnp.concatenate((jnp.pad(d_of_ids, ((0, 0), (0, unused))), d_of_top), axis=1)
+    d_further, d_top = wide(upstream.ids_logprobs, none), wide(upstream.top_logprobs, none)
+    unused = number - d_further.shape[1] - d_top.shape[1]
+    d_further = jnp.concatenate((jnp.pad(d_further, ((0, 0), (0, unused))), d_top), axis=1)
     g = Upstream(
         wide(upstream.logprobs, zeros),
         None if upstream.entropy is None else wide(upstream.entropy, zeros),
         wide(upstream.lse, zeros),
-        d_of_ids,
+        d_further,
         None if d_tail is None else wide(d_tail, zeros),
     )
     dz, lse = CLASSES.gradients(g, kept, want), CLASSES.lse_of_rest(kept, want)

@@ -29,7 +29,7 @@ from xentlib.checks.validators import plain_args
 from xentlib.divergence import DivergenceOutput
 from xentlib.jax.array_spec import only_arrays
 from xentlib.jax.binding import bind, bind_logits
-from xentlib.jax.core.call import Arrays, DivergenceOptions, Options, as_gradients, sum_over_tokens
+from xentlib.jax.core.call import Arrays, DivergenceOptions, Options, as_gradients, sum_over_devices
 from xentlib.jax.core.gradients import Gradients, add_products, power_of_two
 from xentlib.jax.core.logits import Chunk, ChunkedLogits, chunked_logits, scaled
 from xentlib.jax.core.loop import at_rows, gather_tokens, over_chunks, unpack
@@ -114,7 +114,7 @@ def divergence_forward(
     how, compute = options.divergence, options.compute_dtype
     local, teacher = pair_of(options, arrays)
     options, scalars = local.options, local.options.scalars
-    count, valid_N = sum_over_tokens(options, local.num_valid), local.tokens.valid
+    count, valid_N = sum_over_devices(options, local.num_valid), local.tokens.valid
     weights_N, weight_sum, divisor = token_weights(options, arrays, valid_N, count)
     own_factor_N, squared_N = weights_N * (1.0 / divisor), jnp.ones_like(weights_N)
     if how.squared and arrays.temperature is not None:
@@ -302,12 +302,12 @@ def head_divergence(args: DivergenceArguments) -> DivergenceOutput[Any]:
     student = Arguments(labels=args.labels, **fields)
     options, arrays = bind(student, recompute=each, caller=args)
     with of_teacher():
-        head_options, teacher = bind_teacher(args, options, arrays)
+        teacher_options, teacher = bind_teacher(args, options, arrays)
     if args.vocab == "intersect":
-        arrays, head_options, teacher = of_both(options, arrays, head_options, teacher)
+        arrays, teacher_options, teacher = of_both(options, arrays, teacher_options, teacher)
     names = args.outputs
     how = DivergenceOptions(
-        args.kind, args.temperature_squared, each, "teacher_entropy" in names, head_options
+        args.kind, args.temperature_squared, each, "teacher_entropy" in names, teacher_options
     )
     options = options._replace(entropy="entropy" in names, divergence=how)
     result = placed_divergence(options, arrays._replace(teacher=teacher), each)

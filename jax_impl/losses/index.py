@@ -15,7 +15,7 @@ from xentlib.arguments import Arguments
 from xentlib.checks.call import is_soft
 from xentlib.jax.binding import bind
 from xentlib.jax.core.algebra import ALGEBRA
-from xentlib.jax.core.call import Arrays, Options, Placement, as_gradients, sum_over_tokens
+from xentlib.jax.core.call import Arrays, Options, Placement, as_gradients, sum_over_devices
 from xentlib.jax.core.gradients import Gradients, add_gradients, power_of_two
 from xentlib.jax.core.logits import Chunk, chunked_logits, scaled
 from xentlib.jax.core.loop import at_rows, gather_tokens, only_chunk, over_chunks, unpack
@@ -55,7 +55,7 @@ def nll_forward(
     compute = options.compute_dtype
     logits = chunked_logits(options, whole_rows(options, arrays))
     options, scalars = logits.options, logits.options.scalars
-    count, valid_N = sum_over_tokens(options, logits.num_valid), logits.tokens.valid
+    count, valid_N = sum_over_devices(options, logits.num_valid), logits.tokens.valid
     everywhere = target_info(logits, slice(None))
     class_weight_N: Any = None if arrays.class_weights is None else everywhere.weight
     weights_N, weight_sum, divisor = token_weights(options, arrays, valid_N, count, class_weight_N)

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 import jax
 import jax.numpy as jnp
 
-from xentlib.jax.core.call import Arrays, Options, sum_over_tokens
+from xentlib.jax.core.call import Arrays, Options, sum_over_devices
 from xentlib.jax.core.device import as_bits, from_bits
 from xentlib.jax.core.gemm import round_to
 from xentlib.jax.core.gradients import Gradients, put_dz
@@ -44,7 +44,7 @@ def token_weights(
         counted_N = weights_N
         if class_weight_N is not None:
             counted_N = jnp.where(valid_N, weights_N * class_weight_N, 0.0)
-        weight_sum = sum_over_tokens(options, counted_N.sum())
+        weight_sum = sum_over_devices(options, counted_N.sum())
     divisor = weight_sum if options.mean else jnp.ones((), compute)
     if arrays.denominator is not None:
         divisor = arrays.denominator.astype(compute)
@@ -58,7 +58,7 @@ def reduced(
 ) -> list[jax.Array]:
     """Step 9, of all tokens and in one sum over their devices: sum_i w_i value_i / D. Of a token
     alone and in dz the factor is w_i (1 / D)."""
-    sums = sum_over_tokens(options, jnp.stack([(x * weights_N).sum() for x in values_N]))
+    sums = sum_over_devices(options, jnp.stack([(x * weights_N).sum() for x in values_N]))
     return [x / divisor for x in sums]
 
 

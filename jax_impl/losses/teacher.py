@@ -59,34 +59,35 @@ def bind_teacher(
     shared["reduction"] = "sum"  # it has no loss
     fields = teacher._asdict() | {"temperature": temperature_of(teacher, args.temperature)}
     head_arrays: Any
-    head_options, head_arrays = bind(Arguments(**fields, **shared))
+    teacher_options, head_arrays = bind(Arguments(**fields, **shared))
     compute = options.compute_dtype
-    DIVERGING.require("wider", head_options.compute_dtype == compute, dtype=compute)
+    DIVERGING.require("wider", teacher_options.compute_dtype == compute, dtype=compute)
     if args.vocab == "same":
-        sizes = classes_of(options, arrays), classes_of(head_options, head_arrays)
+        sizes = classes_of(options, arrays), classes_of(teacher_options, head_arrays)
         check_vocabulary(*sizes, sharded=options.axis is not None and options.place is None)
-    same = head_options.axis == options.axis and head_options.gathered == options.gathered
+    same = teacher_options.axis == options.axis and teacher_options.gathered == options.gathered
     on_meshes = [
-        None if x.place is None else (x.place.mesh, x.place.tokens) for x in (options, head_options)
+        None if x.place is None else (x.place.mesh, x.place.tokens)
+        for x in (options, teacher_options)
     ]
     DIVERGING.require("placed", same and on_meshes[0] == on_meshes[1])
-    return head_options, head_arrays
+    return teacher_options, head_arrays
 
 
 def of_both(
-    options: Options, arrays: Arrays, head_options: Options, teacher: Arrays
+    options: Options, arrays: Arrays, teacher_options: Options, teacher: Arrays
 ) -> tuple[Arrays, Options, Arrays]:
     """With the classes that both have."""
     check_whole(options.axis is None and options.place is None)
-    count = min(classes_of(options, arrays), others_of(head_options, teacher))
+    count = min(classes_of(options, arrays), others_of(teacher_options, teacher))
     if teacher.weight is None:
         return (
             first_rows(options, arrays, count),
-            head_options,
+            teacher_options,
             teacher._replace(hidden=teacher.hidden[..., :count]),
         )
-    head = first_rows(head_options, teacher, count)
-    return first_rows(options, arrays, count), head_options, head
+    head = first_rows(teacher_options, teacher, count)
+    return first_rows(options, arrays, count), teacher_options, head
 
 
 def others_of(options: Options, teacher: Arrays) -> int:

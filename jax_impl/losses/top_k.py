@@ -31,7 +31,7 @@ from xentlib.jax.core.call import (
     DivergenceOptions,
     Options,
     TopKOptions,
-    sum_over_tokens,
+    sum_over_devices,
 )
 from xentlib.jax.core.tokens import valid_tokens, widen_labels
 from xentlib.jax.head import unwrapped
@@ -106,7 +106,7 @@ def top_k_flat(options: Options, arrays: Arrays) -> DivergenceOutput[Any]:
     nll = jnp.zeros_like(value)
     if options.scalars.nll_weight:
         nll = -options.scalars.nll_weight * outputs.logprobs
-    count = sum_over_tokens(options, valid.sum(dtype=jnp.int32))
+    count = sum_over_devices(options, valid.sum(dtype=jnp.int32))
     weights, weight_sum, divisor = token_weights(options, arrays, valid, count)
     loss, nll_sum = reduced(options, weights, divisor, squared + nll, nll)
     if how.each:

@@ -10,7 +10,7 @@ from helpers.modules import ROOT
 from xentlib.math.divergence import KINDS as ARITHMETIC
 from xentlib.options import DIVERGENCES
 from xentlib.plan.memory import JAX_ARRAYS, TORCH_ARRAYS
-from xentlib.tools.parity.rows.divergences import KINDS
+from xentlib.tools.parity.rows.divergences import KINDS, ONCE
 
 
 @pytest.mark.parametrize("kind", DIVERGENCES)
@@ -19,6 +19,7 @@ def test_every_kind_is_in_every_table(kind):
     assert kind in TORCH_ARRAYS
     assert kind in JAX_ARRAYS
     assert kind in [how["kind"] for how in KINDS]
+    assert [case.options["kind"] for case in ONCE].count(kind) == 1
     page = (ROOT / "docs" / "divergences.md").read_text("utf-8")
     assert f'"{kind}"' in page
 

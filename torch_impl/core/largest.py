@@ -20,21 +20,21 @@ def largest(z_BV: Tensor, count: int) -> Tensor:
     count = min(count, width)
     # A CPU takes them in one pass; elsewhere `topk` makes many, of all columns twice.
     if host_readable(z_BV) or 2 * count * BLOCK_COLUMNS > width:
-        return sorted_row(z_BV, count)
+        return top_columns(z_BV, count)
     # They are in the blocks with the K largest maxima, of several that are equal the lowest: each
     # of these has a column that comes before any column of another block.
     whole = width // BLOCK_COLUMNS * BLOCK_COLUMNS
     parts = z_BV[:, :whole].unflatten(1, (-1, BLOCK_COLUMNS)), z_BV[:, None, whole:]
     maxima = torch.cat([x.amax(2) for x in parts if x.shape[2]], 1)
-    blocks = torch.sort(sorted_row(maxima, count), dim=1).values
+    blocks = torch.sort(top_columns(maxima, count), dim=1).values
     within = torch.arange(BLOCK_COLUMNS, device=z_BV.device)
     columns = (blocks[:, :, None] * BLOCK_COLUMNS + within).flatten(1)
     values = z_BV.gather(1, columns.clamp(max=width - 1))
     values.masked_fill_(columns >= width, -torch.inf)  # of a last block that is not full
-    return columns.gather(1, sorted_row(values, count)).clamp(max=width - 1)
+    return columns.gather(1, top_columns(values, count)).clamp(max=width - 1)
 
 
-def sorted_row(z_BV: Tensor, count: int) -> Tensor:
+def top_columns(z_BV: Tensor, count: int) -> Tensor:
     """The same, of all columns at once."""
     width = z_BV.shape[1]
     if not count:

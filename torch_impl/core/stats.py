@@ -50,13 +50,13 @@ def all_stats(loop: Any, wanted: WantedStats) -> TokenStats:
 
 
 def columns_of_blocks(blocks: Iterable[ChunkedLogits], wanted: WantedStats) -> ColumnStats:
-    joined: ColumnStats | None = None
+    all_columns: ColumnStats | None = None
     for logits in blocks:
         block_stats = columns_of(logits, wanted)
         logits.keep_filled()
-        joined = block_stats if joined is None else joined.joined(block_stats)
-    assert joined is not None
-    return joined
+        all_columns = block_stats if all_columns is None else all_columns.joined(block_stats)
+    assert all_columns is not None
+    return all_columns
 
 
 def chunk_stats(logits: ChunkedLogits, chunk: Chunk, wanted: WantedStats) -> TokenStats:

@@ -156,15 +156,15 @@ def upstream_rows(
     def clean(g: Tensor | None) -> Tensor:
         return zeros if g is None else local.clean(g.to(like.dtype))
 
-    d_of_ids = like.new_zeros(count, call.ids.shape[1] - max(0, options.kept))
+    d_further = like.new_zeros(count, call.ids.shape[1] - max(0, options.kept))
     d_ids, d_top = upstream.d_ids_logprobs, upstream.d_top_logprobs
     if d_ids is not None:
-        d_of_ids[:, : d_ids.shape[1]] = local.clean(d_ids.to(like.dtype).T).T
+        d_further[:, : d_ids.shape[1]] = local.clean(d_ids.to(like.dtype).T).T
     if d_top is not None:
-        d_of_ids[:, d_of_ids.shape[1] - d_top.shape[1] :] = local.clean(d_top.to(like.dtype).T).T
+        d_further[:, d_further.shape[1] - d_top.shape[1] :] = local.clean(d_top.to(like.dtype).T).T
     entropies = None if upstream.d_entropy is None else clean(upstream.d_entropy)
     tails = None if upstream.d_tail is None else clean(upstream.d_tail)
-    g = Upstream(clean(upstream.d_logprobs), entropies, clean(upstream.d_lse), d_of_ids, tails)
+    g = Upstream(clean(upstream.d_logprobs), entropies, clean(upstream.d_lse), d_further, tails)
     want = want_of(local, call, options)
     dz, lse = CLASSES.gradients(g, kept, want), CLASSES.lse_of_rest(kept, want)
     beta = zeros if dz.beta is None else dz.beta

@@ -262,10 +262,12 @@ def head_divergence(args: DivergenceArguments) -> DivergenceOutput[Tensor]:
         return top_k_divergence(args, Arguments(labels=args.labels, **fields))
 
     @with_head(recompute=args.reduction == "none")
-    def cross_entropy(call: Arguments, local: RowLayout | None = None) -> DivergenceOutput[Tensor]:
+    def student_divergence(
+        call: Arguments, local: RowLayout | None = None
+    ) -> DivergenceOutput[Tensor]:
         return placed_divergence(args, call, local)
 
-    return cross_entropy(Arguments(labels=args.labels, **fields))
+    return student_divergence(Arguments(labels=args.labels, **fields))
 
 
 def placed_divergence(

@@ -72,13 +72,13 @@ class IndexLabels(Objective):
 
     def units(self, chunk: Chunk) -> Iterator[tuple[LogitsBlock, TokenStats | None]]:
         """Blocks, and the statistics of the chunk where shards have exchanged them."""
-        stats = None
+        known = None
         if self.when == "each chunk":
-            stats = chunk_stats(self.logits, chunk, self.wanted)
-        return ((rows, stats) for rows in self.logits.blocks(chunk, fresh=stats is None))
+            known = chunk_stats(self.logits, chunk, self.wanted)
+        return ((rows, known) for rows in self.logits.blocks(chunk, fresh=known is None))
 
     def step(self, unit: tuple[LogitsBlock, TokenStats | None], kernels: Any, out: Out) -> None:
-        rows, stats = unit
+        rows, known = unit
         factor_B, size = out.factor[rows.token_index], self.loop.vocab.size
         if self.fuses and self.logits.kernel_cls.fused_loss:
             self.fused_step(rows, kernels, factor_B, out)
@@ -87,8 +87,8 @@ class IndexLabels(Objective):
         label = target_info(self.loop, rows.token_index)
         if self.stats is not None:
             stats = at_rows(self.stats, rows.token_index)
-        elif stats is not None:
-            stats = at_rows(stats, rows.span)
+        elif known is not None:
+            stats = at_rows(known, rows.span)
         else:
             z_y, blocks = kernels.stats(rows, self.wanted, dz_follows=self.needs_dz)
             algebra = self.logits.kernel_cls.algebra

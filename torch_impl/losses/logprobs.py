@@ -220,14 +220,14 @@ logprobs_op.gradient(keep, backward)
 def head_logprobs(args: Arguments) -> LogprobOutput[Tensor]:
     """`chunked_logprobs` of its arguments."""
     if args.kept is None and args.ids is None and is_zero(args.top_k):
-        return head_of_labels(args)
+        return index_logprobs(args)
     from xentlib.torch.losses.classes import head_classes
 
     return head_classes(args)
 
 
 @with_head(recompute=True)
-def head_of_labels(args: Arguments, local: RowLayout | None = None) -> LogprobOutput[Tensor]:
+def index_logprobs(args: Arguments, local: RowLayout | None = None) -> LogprobOutput[Tensor]:
     """The same of labels alone."""
     args, problem, call = bind("chunked_logprobs", args, local)
     values = Values(args.entropy, getattr(torch, problem.output_dtype), wanted(*call.leaves))

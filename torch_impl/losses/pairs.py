@@ -307,11 +307,11 @@ class PairedLogits:
         target: Tensor | None,
         p: Tensor | None,
         kernels: KernelPair,
-        outputs: Any,
+        sums: Any,
     ) -> None:
-        """Steps 6 and 7, for the products of `of_block`; arguments as those of `put_dz`."""
+        """Steps 6 and 7, into the products that `sums` adds up; arguments as those of `put_dz`."""
         self.put_dz(part, dz, target, p)
-        outputs.put(part[0], kernels[0])
+        sums.put(part[0], kernels[0])
 
     def put_dz(
         self, part: Any, dz: DzTerms, target: Tensor | None = None, p: Tensor | None = None

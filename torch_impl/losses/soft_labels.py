@@ -160,10 +160,10 @@ def soft_forward(call: HeadCall, labels: TeacherCall, values: Any) -> tuple[Tens
     if not labels.sparse:
         check_columns(call.columns, labels.classes)
     kernels, parts = pair.kernels(), []
-    for rows, labels in pair.teacher.pairs(logits.blocks(), None):
+    for rows, label_rows in pair.teacher.pairs(logits.blocks(), None):
         restore(rows, kernels[0].prepare(rows, derivative=False))
-        a_BV = pair.put_p(rows, labels, Largest(*(x[rows.token_index] for x in stats)))
-        parts.append(pair.sums_of(rows, labels, a_BV, kernels[0]))
+        a_BV = pair.put_p(rows, label_rows, Largest(*(x[rows.token_index] for x in stats)))
+        parts.append(pair.sums_of(rows, label_rows, a_BV, kernels[0]))
     total, nll = torch.zeros_like(stats.lse), torch.zeros_like(stats.lse)
     if parts:
         token_index = tokens.token_index(0, tokens.computed)

@@ -54,9 +54,9 @@ def top_k_divergence(args: DivergenceArguments, student: Arguments) -> Divergenc
         check_temperatures(args.temperature, teacher.temperature)
     entropy = "entropy" in args.outputs
     student = student._replace(ids=teacher.ids, entropy=entropy)
-    found = class_results(student, few_classes(args, teacher))
-    logprob, ids_logprobs, tail = found.logprobs, found.ids_logprobs, found.tail
-    call, problem, entropies = found.call, found.problem, found.entropy
+    classes = class_results(student, few_classes(args, teacher))
+    logprob, ids_logprobs, tail = classes.logprobs, classes.ids_logprobs, classes.tail
+    call, problem, entropies = classes.call, classes.problem, classes.entropy
     valid = call.labels.long() != call.ignore_index
     valid = onto(valid if call.where is None else valid & call.where, call.hidden.device)
     compute = call.compute_dtype

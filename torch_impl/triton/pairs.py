@@ -62,13 +62,13 @@ class TritonPairs(PairedLogits):
         if kind.twice:
             delta = kind.delta(*self.summed([self.sums_of(unit, kernels, first=True)]))
             self.known = student.lse, other.lse, delta
-        of_all = kind.named(self.summed([self.sums_of(unit, kernels)]))
-        value, dz = kind.from_sums(of_all)
+        totals = kind.named(self.summed([self.sums_of(unit, kernels)]))
+        value, dz = kind.from_sums(totals)
         per_token = value, student.logprob, student.entropy, other.entropy
         labels = student if labels is None else labels
         known, none = (student.lse, other.lse, delta, labels.lse), torch.zeros_like(value)
         of_labels = labels.logprob, [labels.lse]
-        return UnitValues(value, none, per_token, *of_labels, known, dz, of_all.total)
+        return UnitValues(value, none, per_token, *of_labels, known, dz, totals.total)
 
     def recompute(
         self, unit: Unit, kernels: KernelPair, known_4N: Tensor, *, tempered_nll: bool = False
@@ -114,16 +114,16 @@ class TritonPairs(PairedLogits):
         target: Tensor | None,
         p: Tensor | None,
         kernels: KernelPair,
-        of_block: Any,
+        sums: Any,
     ) -> None:
         """Steps 6 and 7: dz in place of the logits, the target's with it; `p` is the lse of the
         student's logits at temperature 1, for the NLL term."""
         rows, teacher, at = part
-        if isinstance(of_block, LogitsGradient):
-            self.write_gradient(part, dz, kernels, of_block.d_logits)
+        if isinstance(sums, LogitsGradient):
+            self.write_gradient(part, dz, kernels, sums.d_logits)
             return
-        bias = of_block.needs[2] and bool(self.student.local_size)
-        out = of_block.output(rows, column_sums=bias)
+        bias = sums.needs[2] and bool(self.student.local_size)
+        out = sums.output(rows, column_sums=bias)
         into_BV = rows.z_BV[:, : self.student.local_size] if out.into_BV is None else out.into_BV
         more: dict[str, Any] = {"gain_ptr": dz.gain.contiguous(), "own_ptr": target}
         more["shift_ptr"] = dz.shift.contiguous()
@@ -134,11 +134,11 @@ class TritonPairs(PairedLogits):
             if isinstance(self.teacher, LogitsTeacher):
                 whole_BV = torch.empty_like(whole_BV, dtype=torch.float32)
             self.put(part, kernels, at, whole_BV, torch.float32, **more)
-            of_block.bias.add_(whole_BV.sum(0))
+            sums.bias.add_(whole_BV.sum(0))
             into_BV.copy_(whole_BV.to(out.round_to))
         else:
             self.put(part, kernels, at, into_BV, out.round_to, **more)
-        of_block.dz_y_T[rows.span] = 0.0
+        sums.dz_y_T[rows.span] = 0.0
 
     def write_gradient(self, part: Any, dz: DzTerms, kernels: KernelPair, d_logits: Tensor) -> None:
         """Steps 6 and 7, into the gradient of precomputed logits."""
