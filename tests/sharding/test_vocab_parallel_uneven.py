@@ -43,6 +43,7 @@ def on_heads(rank: int, world: int) -> dict[tuple[str, str], list[tuple[Any, Any
     from xentlib import PaddedVocab, VocabShard
 
     group = torch.distributed.group.WORLD
+    torch.use_deterministic_algorithms(True)  # new memory holds NaN: of padding, say
     results = {}
     for way in WAYS:
         for name, heads in HEADS.items():
@@ -85,6 +86,7 @@ def result(
         loss = out.loss if function is chunked_nll else (out.logprobs - out.entropy).sum()
         loss.backward()
         grad = weight.grad if more.get("vocab_parallel") else weight.grad.split(sizes)[rank]
+        assert not grad[sizes[rank] :].any()  # of padding
         both.append([g.cpu().numpy() for g in (loss.detach(), x.grad, grad[: sizes[rank]])])
     return both[0], both[1]
 

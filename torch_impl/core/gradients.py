@@ -98,9 +98,15 @@ class GradientSums:
     """d hidden, d weight, d bias and those of a low-rank part out of one dz after the other."""
 
     def __init__(
-        self, logits: ChunkedLogits, needs: list[bool], rows: int, hidden: Tensor | None = None
+        self,
+        logits: ChunkedLogits,
+        needs: list[bool],
+        rows: int,
+        hidden: Tensor | None = None,
+        weight: Tensor | None = None,
     ) -> None:
-        """`hidden`: a sum that d hidden is added to, of other rows of the head."""
+        """`hidden`: a sum that d hidden is added to, of other rows of the head; `weight`: where
+        that of d weight is made."""
         self.added = hidden is not None
         self.logits, self.needs, self.padding = logits, needs, rows - logits.local_size
         self.tokens = logits.chunks_of
@@ -111,7 +117,9 @@ class GradientSums:
         if hidden is None:
             hidden = torch.zeros(num_tokens if needs[0] else 0, logits.hidden_size, **logits.like)
         self.hidden = hidden
-        self.weight = torch.empty(shape if needs[1] else (0, 0), **logits.like)
+        if weight is None:
+            weight = torch.empty(shape if needs[1] else (0, 0), **logits.like)
+        self.weight = weight
         self.bias = torch.zeros(logits.local_size if needs[2] else 0, **logits.like)
         self.low = (
             None

@@ -41,10 +41,13 @@ class ChunkedLogits:
         *,
         kernel_cls: type[Kernels] | None = None,
         paired_with: ChunkedLogits | None = None,
+        plan: ChunkPlan | None = None,
+        memory: Tensor | None = None,
     ) -> None:
         """Of the rows of `call`; `chunks_of` says whose tokens are in a chunk, which have been
-        exchanged by now, and `vocab` which classes the rows are. `made`: by other kernels than the
-        device's; `beside`: in the same chunks and blocks as those of another head."""
+        exchanged by now, and `vocab` which classes the rows are. `kernel_cls`: other kernels than
+        the device's; `paired_with`: in the same chunks and blocks as those of another head;
+        `plan`: of their chunks; `memory`: of logits that are done with."""
         hidden, compute_dtype = call.hidden, call.compute_dtype
         self.chunks_of, self.vocab, self.class_weights = chunks_of, vocab, class_weights
         self.tokens, self.gathered = chunks_of.all.of_columns(vocab), chunks_of.gathered
@@ -68,7 +71,8 @@ class ChunkedLogits:
         columns = self.width
         if not whole:  # chunks of the same tokens on all ranks
             columns = max(vocab.largest, self.local_size) + self.kernel_cls.spare_column
-        plan = chunks_of.plan(columns, row_bytes) if paired_with is None else paired_with.plan
+        if plan is None:
+            plan = chunks_of.plan(columns, row_bytes) if paired_with is None else paired_with.plan
         self.plan: ChunkPlan = plan
         self.block_rows = self.plan.chunk_tokens
         if not self.kernel_cls.whole_chunks:
@@ -87,7 +91,8 @@ class ChunkedLogits:
         )
         rows = pad_rows(self.plan.chunk_tokens) if self.plan.num_tokens else 0
         columns = pad_columns(self.width) if device_info(hidden).aligned_rows else self.width
-        self.buffer_TL = torch.empty(rows, columns, **self.like)
+        self.memory = torch.empty(rows * columns, **self.like) if memory is None else memory
+        self.buffer_TL = self.memory[: rows * columns].view(rows, columns)
         self.logits_TV = self.buffer_TL[:, : self.width]
         self.filled = False
 

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from xentlib.plan import schedule
+from xentlib.plan import BLOCK_CLASSES, schedule
 from xentlib.shards import shard_of
 from xentlib.torch.core.consistency import Agreed, Terms, group_named, shake_hands
 from xentlib.torch.core.gathered import GatheredTokens
@@ -44,13 +44,17 @@ class Rows(Protocol):
 
     def blocks(self, loop: HeadLoop) -> Iterator[ChunkedLogits]: ...
 
+    def groups(self, loop: HeadLoop) -> Iterator[tuple[Any, Iterator[ChunkedLogits]]]:
+        """Tokens whose statistics are made before those of others, and the blocks: all of them."""
+        yield slice(None), self.blocks(loop)
+
     def sums(self, loop: HeadLoop, needs: list[bool]) -> Sums: ...
 
 
 Parts = tuple[Rows, LocalVocab, LocalTokens]
 
 
-class LocalRows:
+class LocalRows(Rows):
     """This rank's rows, in one block. They do not hold their loop: a circle of references would
     keep a chunk of logits until Python collects its garbage."""
 
@@ -86,8 +90,11 @@ class HeadLoop:
         *,
         kernel_cls: type[Kernels] | None = None,
         paired_with: ChunkedLogits | None = None,
+        in_blocks: bool = False,
     ) -> None:
-        """`made` and `beside` as `ChunkedLogits` has them."""
+        """`kernel_cls` and `paired_with` as `ChunkedLogits` has them; `in_blocks`: no dz is made of
+        the logits that the statistics are of, so that the head may be read in blocks of classes."""
+        self.in_blocks = in_blocks
         self.call, self.terms, route = call, terms, route_of(call)
         self.kernel_cls, self.paired_with = kernel_cls, paired_with
         self.compute_dtype, self.ignore_index = call.compute_dtype, call.ignore_index
@@ -251,7 +258,14 @@ def not_gathered(loop: HeadLoop, agreed: Agreed | None) -> Parts:
         group = group_named(call.rows.group)
         more_rows = 1 + dist.get_world_size(group) if loop.terms.of_loss else 0
         vocab = ShardedVocab(call.rows, rows.size, loop.like, more_rows=more_rows)
-    return rows, vocab, LocalTokens(call, vocab, d_entropy=loop.terms.d_entropy)
+    tokens = LocalTokens(call, vocab, d_entropy=loop.terms.d_entropy)
+    # Adapters have all classes at once; of each block there would be `top_k` candidates.
+    whole = call.low_in is not None or call.top_k
+    if loop.in_blocks and not whole and (vocab.sharded or rows.size > BLOCK_CLASSES):
+        from xentlib.torch.core.blocks import LocalBlocks
+
+        return LocalBlocks(call, vocab), vocab, tokens
+    return rows, vocab, tokens
 
 
 def precomputed_logits(loop: HeadLoop, agreed: Agreed | None) -> Parts:

@@ -105,6 +105,10 @@ class LogitsRows:
             )
         yield self.logits
 
+    def groups(self, loop: Any) -> Iterator[tuple[Any, Iterator[PrecomputedLogits]]]:
+        """As `Rows` has them."""
+        yield slice(None), self.blocks(loop)
+
     def sums(self, loop: Any, needs: list[bool]) -> LogitsGradient:
         (logits,) = self.blocks(loop)
         return LogitsGradient(logits)

@@ -39,7 +39,7 @@ from xentlib.torch.core.consistency import (
 )
 from xentlib.torch.core.gradients import Gradients, GradientSums, sum_over_shards
 from xentlib.torch.core.logits import ChunkedLogits
-from xentlib.torch.core.loop import HeadLoop, LocalRows, Sums
+from xentlib.torch.core.loop import HeadLoop, LocalRows, Rows, Sums
 from xentlib.torch.core.tokens import LocalVocab
 from xentlib.torch.operators import HeadCall
 
@@ -150,7 +150,7 @@ class PassingOrder(NamedTuple):
         return self.first + self.class_V[self.start + columns]
 
 
-class StreamedRows:
+class StreamedRows(Rows):
     """The rows of all ranks, block by block."""
 
     streamed = True

@@ -21,7 +21,7 @@ class ColumnStats(NamedTuple):
     algebra: Algebra
     z_y: Tensor
     owned: Tensor
-    rest: BlockStats
+    rest: BlockStats  # of one part of the columns, or of several
     weight: Tensor | float
     more: Tensor | None = None  # [K, tokens] logits of further classes, 0 where one is elsewhere
     top: Tensor | None = None  # [2, M, tokens] of the largest, as `LocalVocab.offered` has them
@@ -36,7 +36,7 @@ class ColumnStats(NamedTuple):
             terms = zip(both, maxima, strict=True)
             sum_d = sum(ALGEBRA.moved(x.rest.sum_d, x.weight, m_of_x, m) for x, m_of_x in terms)
         pairs = zip(self.rest[:-1], other.rest[:-1], strict=True)
-        fields = [None if x is None else torch.cat((x, y)) for x, y in pairs]
+        fields = [None if x is None else (*as_tuple(x), *as_tuple(y)) for x, y in pairs]
         rest = BlockStats(*fields)._replace(sum_d=sum_d)
         owned, weight = self.owned | other.owned, self.weight + other.weight
         more = None if self.more is None or other.more is None else self.more + other.more
@@ -44,9 +44,40 @@ class ColumnStats(NamedTuple):
         return ColumnStats(self.algebra, z_y, owned, rest, weight, more, top)
 
 
+def as_tuple(x: Any) -> tuple[Tensor, ...]:
+    return x if isinstance(x, tuple) else (x,)
+
+
 def all_stats(loop: Any, wanted: WantedStats) -> TokenStats:
     """Of all N tokens of a `HeadLoop`."""
-    return combined(loop, columns_of_blocks(loop.blocks(), wanted), slice(None))
+    return combined(loop, columns_of_loop(loop, wanted), slice(None))
+
+
+def columns_of_loop(loop: Any, wanted: WantedStats) -> ColumnStats:
+    """Steps 3 and 4 of all N tokens of a `HeadLoop`, those of one group after the other."""
+    parts: list[tuple[Any, ColumnStats]] = []
+    for index, blocks in loop.rows.groups(loop):
+        columns = columns_of_blocks(blocks, wanted)
+        if isinstance(index, slice) and index == slice(None):
+            return columns
+        # All classes are here: one block
+        rest = columns.algebra.together(columns.rest).as_block()
+        parts.append((index, columns._replace(rest=rest)))
+    count = loop.tokens.valid.shape[0]
+
+    def of_all(*values: Any) -> Any:
+        if values[0] is None:
+            return None
+        whole = values[0].new_zeros(*values[0].shape[:-1], count)
+        for (index, _), value in zip(parts, values, strict=True):
+            whole[..., index] = value
+        return whole
+
+    algebra, z_y, owned, rests, *others = zip(*(columns for _, columns in parts))
+    rest = BlockStats(*(of_all(*x) for x in zip(*rests)))
+    return ColumnStats(
+        algebra[0], of_all(*z_y), of_all(*owned), rest, *(of_all(*x) for x in others)
+    )
 
 
 def columns_of_blocks(blocks: Iterable[ChunkedLogits], wanted: WantedStats) -> ColumnStats:

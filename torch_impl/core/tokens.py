@@ -5,6 +5,7 @@ Shapes: N tokens, M valid tokens, T tokens of a chunk, H hidden width.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -129,6 +130,15 @@ class Selected(NamedTuple):
     def token_index(self, start: int, stop: int) -> slice | Tensor:
         """Places of the computed tokens from `start` to `stop`."""
         return slice(start, stop) if self.rows is None else self.rows[start:stop]
+
+    def part(self, index: slice | Tensor) -> Selected:
+        """Of computed tokens at these places, all of which are computed."""
+        labels, targets, valid, bad = (
+            x[index] for x in (self.labels, self.targets, self.valid, self.bad)
+        )
+        owned = None if self.owned is None else self.owned[index]
+        more = None if self.more is None else self.more.at(index)
+        return Selected(labels, targets, owned, valid, bad, None, self.packed, more)
 
     def of_columns(self, vocab: LocalVocab) -> Selected:
         """With the columns of a vocabulary."""
@@ -256,6 +266,17 @@ class LocalTokens:
             call.labels, call.where, call.ignore_index, vocab, call.hidden.device, call.ids
         )
         self.labels, self.temperature, self.ids = call.labels, call.temperature, call.ids
+
+    def part(self, start: int, stop: int) -> LocalTokens:
+        """Those of the computed tokens from `start` to `stop`, one after the other."""
+        part, index = copy.copy(self), self.all.token_index(start, stop)
+        part.hidden, part.labels = self.hidden[index], self.labels[index]
+        part.keep = None if self.keep is None else self.keep[index]
+        part.ids = None if self.ids is None else self.ids[index]
+        if self.temperature is not None:
+            part.temperature = self.temperature.expand(self.all.valid.shape[0])[index]
+        part.local_tokens = part.all = self.all.part(index)
+        return part
 
     def plan(self, columns: int, row_bytes: int) -> ChunkPlan:
         """Chunks for logits of so many columns; `row_bytes` of one token may have more of them."""

@@ -26,7 +26,7 @@ from xentlib.torch.core.eager import Eager
 from xentlib.torch.core.gradients import Gradients, fake_gradients
 from xentlib.torch.core.kernels import Kernels, kernels_for
 from xentlib.torch.core.loop import HeadLoop
-from xentlib.torch.core.stats import class_stats, columns_of_blocks
+from xentlib.torch.core.stats import class_stats, columns_of_loop
 from xentlib.torch.core.tokens import Selected
 from xentlib.torch.losses.logprobs import function_of
 from xentlib.torch.losses.loss import (
@@ -190,7 +190,7 @@ def classes_forward(call: HeadCall, options: Options) -> tuple[Tensor, ...]:
     needs, entropy = options.wanted, options.entropy
     refused = refused_divisor(call, options)
     terms = Terms(function_of(call), needs, float(entropy), None, refused, kind=options.kind)
-    loop = HeadLoop(call, terms, kernel_cls=kernels_of(call))
+    loop = HeadLoop(call, terms, kernel_cls=kernels_of(call), in_blocks=True)
     loop.chunks_of.exchange()
     vocab = loop.check_consistent()
     if vocab is not None:
@@ -206,7 +206,7 @@ def classes_forward(call: HeadCall, options: Options) -> tuple[Tensor, ...]:
             vocab.consistency.per_token("token_weights", weights, valid.shape[0])
             if options.teacher is not None:
                 vocab.consistency.probs(options.teacher, valid, "teacher")
-    packed = class_stats(loop, columns_of_blocks(loop.blocks(), WantedStats(entropy)))
+    packed = class_stats(loop, columns_of_loop(loop, WantedStats(entropy)))
     # Ranks of a route have refused it.
     if refused is not None:
         CALLS.refuse("denominator", value=refused)
@@ -219,7 +219,7 @@ def classes_backward(upstream: Cotangents, call: HeadCall, options: Options) -> 
     needs, entropy = options.wanted, upstream.d_entropy is not None
     call, kept = kept_of(call, upstream.residuals)
     terms = Terms("the backward of chunked_logprobs", needs, d_entropy=entropy)
-    loop = HeadLoop(call, terms, kernel_cls=kernels_of(call))
+    loop = HeadLoop(call, terms, kernel_cls=kernels_of(call), in_blocks=True)
     entropy = loop.chunks_of.d_entropy  # of the tokens of any rank
     g, lse = upstream_rows(loop.local_tokens, upstream, kept, call, options)
     g, lse = loop.chunks_of.exchange(g, lse)

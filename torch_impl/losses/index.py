@@ -119,7 +119,8 @@ def nll_forward(call: HeadCall, loss: Loss) -> tuple[NLLOutput[Tensor], Gradient
     # 1. Valid tokens, and what each of them counts for
     needs, mean = loss.needs, loss.mean and loss.denominator is None
     refused, outputs = refused_divisor(call, loss), loss.entropy + 2.0 * loss.predicted
-    loop = HeadLoop(call, Terms("chunked_nll", needs, outputs, loss.class_weights, refused, mean))
+    terms = Terms("chunked_nll", needs, outputs, loss.class_weights, refused, mean)
+    loop = HeadLoop(call, terms, in_blocks=not (any(needs) or call.rows.group))
     class_weight_N = None if loss.class_weights is None else target_info(loop, slice(None)).weight
     weights_N, weight_sum, divisor = token_weights(
         loss, loop.local_tokens.valid, loop.compute_dtype, class_weight_N

@@ -89,7 +89,7 @@ def logprobs_forward(call: HeadCall, values: Values) -> Forward:
     """Steps 1 to 5."""
     entropy, output_dtype, needs, *_ = values
     smoothing = call.scalars.label_smoothing
-    loop = HeadLoop(call, Terms(function_of(call), needs, float(entropy)))
+    loop = HeadLoop(call, Terms(function_of(call), needs, float(entropy)), in_blocks=True)
     loop.chunks_of.exchange()
     vocab = loop.check_consistent()
     if vocab is not None and call.weight is not None:
@@ -122,7 +122,7 @@ def logprobs_backward(upstream: Cotangents, call: HeadCall, values: Values) -> G
         objective = SoftRecompute(loop, values.labels, upstream)
         g_3N = clean_upstream(loop.local_tokens, upstream, call.compute_dtype)
         return recompute(call, loop, objective, g_3N, needs)
-    loop = HeadLoop(call, terms)
+    loop = HeadLoop(call, terms, in_blocks=True)
     entropy = loop.chunks_of.d_entropy  # of the tokens of any rank
     smoothing, vocab_size = call.scalars.label_smoothing, loop.vocab.size
 

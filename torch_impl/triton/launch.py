@@ -25,7 +25,7 @@ from xentlib.math.softmax import (
     WantedStats,
     weighted,
 )
-from xentlib.torch.core.algebra import ALGEBRA
+from xentlib.torch.core.algebra import ALGEBRA, InSlices
 from xentlib.torch.core.gemm import add_rows_
 from xentlib.torch.core.kernels import DzOutput, LogitsBlock, LogitTransform, LossTerms, TargetTerms
 from xentlib.torch.triton import programs
@@ -62,13 +62,13 @@ def compiled(warps: int) -> dict[str, Any]:
     return {} if INTERPRETED else {"num_warps": warps, "enable_fp_fusion": False}
 
 
-class Programs(Algebra):
+class Programs(InSlices):
     """Step 5 of tokens, as `loss_rows` has it."""
 
     __slots__ = ()
 
-    def block_sums(self, m: Tensor, blocks: BlockStats) -> tuple[BlockSums, Tensor | None]:
-        """`Algebra.block_sums`."""
+    def part_sums(self, m: Tensor, blocks: BlockStats) -> tuple[BlockSums, Tensor | None]:
+        """`InSlices.part_sums`."""
         count, tokens = blocks.m.shape
         words = m.new_empty(4 if blocks.sum_ed is not None else 2, tokens, dtype=torch.float64)
         out, sums, top = m.new_empty(2, tokens), tuple[Any, ...](blocks[:4]), blocks.top

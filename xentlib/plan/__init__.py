@@ -5,9 +5,11 @@ from typing import TYPE_CHECKING
 
 from xentlib.lazy import loading
 from xentlib.plan.split import (
+    BLOCK_CLASSES,
     CPU_BLOCK_BYTES,
     CPU_COLUMN_MULTIPLE,
     GPU_COLUMN_MULTIPLE,
+    GROUP_TOKENS,
     MAX_ROWS,
     SMALL_TPU_BYTES,
     SMALL_TPUS,
@@ -34,9 +36,11 @@ if TYPE_CHECKING:
     from xentlib.plan.time import Gpu, gpu_time
 
 __all__ = [
+    "BLOCK_CLASSES",
     "CPU_BLOCK_BYTES",
     "CPU_COLUMN_MULTIPLE",
     "GPU_COLUMN_MULTIPLE",
+    "GROUP_TOKENS",
     "MAX_ROWS",
     "SMALL_TPUS",
     "SMALL_TPU_BYTES",

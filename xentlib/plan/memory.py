@@ -5,14 +5,18 @@ Shapes: N tokens, V vocabulary, H hidden width, Ht the teacher's, T tokens of a 
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from dataclasses import replace
 from typing import Literal
 
 from xentlib.checks.validators import check_choice
 from xentlib.math.softmax import BLOCK_COLUMNS
 from xentlib.options import DIVERGENCES, ITEMSIZE, Divergence
 from xentlib.plan.split import (
+    BLOCK_CLASSES,
     CPU_COLUMN_MULTIPLE,
     GPU_COLUMN_MULTIPLE,
+    GROUP_TOKENS,
     MIB,
     TILE_ROWS,
     TPU_ROW_MULTIPLE,
@@ -21,11 +25,13 @@ from xentlib.plan.split import (
     block_tokens,
     default_chunk_bytes,
     pad_columns,
+    pad_rows,
     plan_chunks,
 )
 
 # What memory is for, as plans name it.
 LOGITS, SCRATCH, ROWS = "logits of a chunk", "scratch of the softmax", "rows of a chunk"
+OF_COLUMNS = "statistics of blocks of columns"
 WIDENED, D_WEIGHT, D_HIDDEN = "copy of the head", "sum of d weight", "sum of d hidden"
 
 # Of cuBLAS, as XLA gives it to each product.
@@ -64,6 +70,11 @@ def peak_bytes(
         JAX:   chunk + rows of a chunk                (a second chunk, dz, for gradients; with
                                                        recompute only in 16 bits)
         both:  + float32 d weight and d hidden        (+ their rounded copies, in JAX)
+
+    PyTorch reads heads of more than 8,192 classes in blocks (`plan.in_blocks()`) with `recompute`
+    or without a gradient: chunk, scratch and copy of the head are those of a block, d weight has
+    the dtype of the head beside one block in float32, and 12 bytes of statistics are kept for 128
+    classes of each token, of up to 4,096 tokens.
 
     On a CPU with AMX the second computation of bfloat16 needs up to 8 % less, as products have no
     scratch there; on one without AVX-512 so does that of float32, up to a block in all.
@@ -120,7 +131,10 @@ def peak_bytes(
     if kept or ids:
         return _with_classes(plan, dtype, gradient, kept, ids)
     if backend == "torch":
-        walk = torch_walk(plan, dtype, gradient, recompute, platform, kernels)
+        how = dtype, gradient, recompute, platform, kernels
+        if in_blocks(plan, gradient=gradient, recompute=recompute):
+            return max(sum(x.values()) for x in walk_of_blocks(plan, plan.in_blocks(), *how))
+        walk = torch_walk(plan, *how)
         if plan.teacher_size:
             walk |= _beside_teacher(walk, plan, dtype, platform, kind)
         size, narrow = plan.compute_itemsize, ITEMSIZE[dtype]
@@ -192,6 +206,46 @@ def torch_walk(
     }
 
 
+def in_blocks(plan: ChunkPlan, *, gradient: bool, recompute: bool) -> bool:
+    """Whether PyTorch computes blocks of classes one after the other, of a head of one process."""
+    whole = plan.teacher_size or plan.vocab_size <= BLOCK_CLASSES
+    return (recompute or not gradient) and not whole
+
+
+def walk_of_blocks(
+    plan: ChunkPlan,
+    blocks: ChunkPlan,
+    dtype: str,
+    gradient: bool,
+    recompute: bool,
+    platform: str,
+    kernels: bool,
+    head_size: int = 0,
+    sharded: bool = False,
+) -> Iterator[dict[str, int]]:
+    """What stands at once in the forward of such a call and in its backward, as `torch_walk` has
+    it; `blocks` is the plan of one of them, `head_size` that of an entry of d weight, if not the
+    dtype's. Of a shard the statistics of all tokens stand at once."""
+    size, narrow = plan.compute_itemsize, ITEMSIZE[dtype]
+    head_size = head_size or narrow
+    spare = size * (platform == "cpu" or not kernels)
+    if platform != "cpu":
+        spare *= pad_columns(1)  # a line
+    group = blocks if sharded else replace(blocks, num_tokens=min(plan.num_tokens, GROUP_TOKENS))
+    group = replace(group, chunk_tokens=min(blocks.chunk_tokens, pad_rows(group.num_tokens)))
+    walk = torch_walk(group, dtype, False, recompute, platform, kernels)
+    walk[LOGITS] += spare * group.chunk_tokens
+    numbers = 3 * group.num_tokens * -(-plan.vocab_size // BLOCK_COLUMNS)
+    yield walk | {OF_COLUMNS: numbers * size}
+    if gradient:
+        walk = torch_walk(blocks, dtype, True, recompute, platform, kernels)
+        walk[LOGITS] += spare * blocks.chunk_tokens
+        if platform == "cpu":  # exp needs no second block, dz of 16 bits half of one
+            walk[SCRATCH] = walk[SCRATCH] * (3 if narrow < size else 2) // 4
+        d_weight = plan.vocab_size * plan.hidden_size * head_size
+        yield walk | {D_WEIGHT: d_weight + (walk[D_WEIGHT] if head_size < size else 0)}
+
+
 def _beside_teacher(
     walk: dict[str, int], plan: ChunkPlan, dtype: str, platform: str, kind: Divergence
 ) -> dict[str, int]:
@@ -214,6 +268,8 @@ def _with_classes(plan: ChunkPlan, dtype: str, gradient: bool, kept: int, ids: i
     before the loop over chunks, and in it."""
     n = plan.num_tokens
     walk = torch_walk(plan, dtype, gradient, True, "cpu", True)
+    if plan.vocab_size > BLOCK_CLASSES:
+        *_, walk = walk_of_blocks(plan, plan.in_blocks(), dtype, gradient, True, "cpu", True)
     before = walk[LOGITS] + walk[WIDENED] + n * (55 * kept + 60 * ids)
     during = sum(walk.values()) + n * (24 * kept + 28 * ids)
     return max(before, during)

@@ -103,7 +103,9 @@ def _head(s: RouteConfig) -> Route:
     of_shards, twice = _of_shards(s, plan)
     products = 4 if s.recompute or twice else 3
     exchanges[1:1] = of_shards
-    moments = of_head(s, plan)
+    moments, blocks = of_head(s, plan), s.plan_of_classes()
+    if blocks is not None:
+        plan = replace(blocks, vocab_size=plan.vocab_size)
     return _route(s, "head", exchanges, moments, plan, columns=s.classes, products=products)
 
 

@@ -13,6 +13,7 @@ from typing import NamedTuple
 from xentlib.checks.call import resolve_dtypes
 from xentlib.options import ITEMSIZE
 from xentlib.plan.split import (
+    BLOCK_CLASSES,
     ChunkPlan,
     default_chunk_bytes,
     pad_rows,
@@ -197,6 +198,15 @@ class RouteConfig:
         shared = self.tensor_parallel > 1
         columns = self.classes + (self.on_cpu and shared)
         return self._planned(self.tokens_per_rank, columns, self._budget(local=not shared))
+
+    def plan_of_classes(self) -> ChunkPlan | None:
+        """Of a block of classes, which a rank's own tokens pass before the next one; None where
+        they pass all classes at once, as they do those of an adapter."""
+        twice = self.recompute and not self.low_rank
+        if not twice or (self.tensor_parallel == 1 and self.classes <= BLOCK_CLASSES):
+            return None
+        columns = min(self.classes, BLOCK_CLASSES)
+        return self._planned(self.tokens_per_rank, columns, self._budget(local=True))
 
     def plan_of_shared(self, rows: int, ranks: int) -> ChunkPlan:
         """Tokens of all `ranks`, `rows` of the head: the same T of each rank in a chunk, whole rows

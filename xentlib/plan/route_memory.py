@@ -6,9 +6,21 @@ of a rank in a chunk, K rows of every rank in a block.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from xentlib.math.softmax import BLOCK_COLUMNS
 from xentlib.options import ITEMSIZE
-from xentlib.plan.memory import D_HIDDEN, D_WEIGHT, LOGITS, ROWS, SCRATCH, WIDENED, torch_walk
+from xentlib.plan.memory import (
+    D_HIDDEN,
+    D_WEIGHT,
+    LOGITS,
+    OF_COLUMNS,
+    ROWS,
+    SCRATCH,
+    WIDENED,
+    torch_walk,
+    walk_of_blocks,
+)
 from xentlib.plan.route_config import RouteConfig
 from xentlib.plan.split import ChunkPlan
 
@@ -27,7 +39,6 @@ ADAPTERS = "adapters in float32"
 KEPT = "what a thread of gloo keeps"
 # Bytes of labels, masks, factors, statistics and values of a token.
 OF_A_TOKEN = 80
-OF_COLUMNS = "statistics of blocks of columns"
 BLOCKS, OWN = "blocks of rows and d weight on their way", "d weight of this rank's rows"
 
 
@@ -38,10 +49,17 @@ def of_head(s: RouteConfig, plan: ChunkPlan) -> Moments:
     both = {GATHERED: gathered, BUFFER: gathered}
     sums = _sums(s, s.classes, ITEMSIZE[s.head_dtype])
     regathered = {GATHERED: gathered} if s.kept or s.module or s.recompute else {}
-    moments = {"forward": both | _walk(s, plan, gradient=not s.recompute)}
-    if s.recompute:
-        moments["backward"] = regathered | _walk(s, plan)
-    elif s.module and not s.kept:
+    blocks = s.plan_of_classes()
+    if blocks is not None:
+        forward, backward = _walks_of_blocks(s, plan, blocks)
+        moments = {"forward": both | forward, "backward": regathered | backward}
+        if ITEMSIZE[s.head_dtype] < s.size:  # rounded by then, but for that of one block
+            sums[D_WEIGHT] = 0
+    else:
+        moments = {"forward": both | _walk(s, plan, gradient=not s.recompute)}
+        if s.recompute:
+            moments["backward"] = regathered | _walk(s, plan)
+    if s.module and not s.kept and not s.recompute:
         moments["gather for the backward"] = both | {k: sums[k] for k in (D_WEIGHT, D_HIDDEN)}
     moments["gradients rounded"] = regathered | sums
     return _with_earlier(s, moments | _reduced(s))
@@ -149,6 +167,17 @@ def _walk(
         of_chunk = plan.chunk_tokens * s.hidden_size * s.size * (s.gemm_size < s.size)
         walk[ADAPTERS] = _low_in(s) + s.trained(plan.vocab_size) * s.size + of_chunk
     return walk
+
+
+def _walks_of_blocks(
+    s: RouteConfig, plan: ChunkPlan, blocks: ChunkPlan
+) -> Iterator[dict[str, int]]:
+    """The forward, and the backward."""
+    how = s.gemm_dtype, True, True, s.platform, s.kernels, ITEMSIZE[s.head_dtype]
+    for walk in walk_of_blocks(plan, blocks, *how, sharded=s.tensor_parallel > 1):
+        if s.head_dtype != s.gemm_dtype:
+            walk[WIDENED] = blocks.vocab_size * s.hidden_size * s.gemm_size
+        yield walk
 
 
 def _low_in(s: RouteConfig) -> int:

@@ -7,7 +7,7 @@ Shapes: N tokens, V vocabulary, H hidden width, T tokens of a chunk, P ranks.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from xentlib.arguments import Scalars
 from xentlib.checks.validators import check_plan_arguments, plain
@@ -24,6 +24,14 @@ MAX_ROWS = 8192
 # From here on a GEMM gains from whole register tiles; below, memory is what the user asked to save.
 TILE_ROWS = 64
 
+# Classes of a block of a head, in PyTorch, where logits are computed twice or have no gradient. The
+# logits of 8,192 tokens are 256 MiB then, and d hidden is read and written once for a product of
+# 8,192 terms: 8 bytes of it for 16,384 operations.
+BLOCK_CLASSES = 8192
+# Tokens whose statistics of all these blocks are made before those of others, of a vocabulary that
+# is not sharded: three numbers of a token and 128 classes. The head is read once for each group, 2
+# bytes an entry for 8,192 operations.
+GROUP_TOKENS = 4096
 COLUMN_MULTIPLE = 64
 
 # Rows of a default chunk on a CPU. At 512 the GEMMs run at their rate; more only makes XLA touch
@@ -98,6 +106,7 @@ class ChunkPlan:
     chunk_tokens: int
     compute_itemsize: int
     teacher_size: int = 0
+    max_chunk_bytes: int | None = None  # as asked for
 
     @property
     def num_chunks(self) -> int:
@@ -115,6 +124,13 @@ class ChunkPlan:
     @property
     def chunk_bytes(self) -> int:
         return self.chunk_tokens * self.vocab_size * self.compute_itemsize
+
+    def in_blocks(self) -> ChunkPlan:
+        """Of one block of classes, which all tokens pass before the next one: the plan of calls in
+        PyTorch whose logits are computed twice or have no gradient, and whose heads are larger."""
+        columns = min(self.vocab_size, BLOCK_CLASSES)
+        rows = chunk_rows(self.num_tokens, columns * self.compute_itemsize, self.max_chunk_bytes)
+        return replace(self, vocab_size=columns, chunk_tokens=rows)
 
     def bounds(self) -> Iterator[tuple[int, int]]:
         """(start, stop) of each chunk, ascending: the order in which dW is accumulated."""
@@ -179,14 +195,22 @@ def plan_chunks(
     check_plan_arguments(sizes, dtype, compute_dtype, max_chunk_bytes)
     compute = compute_dtype or ("float64" if dtype == "float64" else "float32")
     itemsize = ITEMSIZE[compute]
-    budget = max_chunk_bytes or default_chunk_bytes("cpu", row_bytes=vocab_size * itemsize)
-    if teacher_size:
-        budget = max(1, budget // 2)
-    rows = min(budget // (vocab_size * itemsize), MAX_ROWS)
+    rows = chunk_rows(
+        num_tokens, vocab_size * itemsize, max_chunk_bytes, heads=2 if teacher_size else 1
+    )
+    rows = max(rows, least)
+    return ChunkPlan(
+        num_tokens, vocab_size, hidden_size, rows, itemsize, teacher_size, max_chunk_bytes
+    )
+
+
+def chunk_rows(num_tokens: int, row_bytes: int, budget: int | None, *, heads: int = 1) -> int:
+    """T of a chunk whose rows have so many bytes, as `plan_chunks` has it."""
+    budget = budget or default_chunk_bytes("cpu", row_bytes=row_bytes)
+    rows = min(max(1, budget // heads) // row_bytes, MAX_ROWS)
     multiple = TILE_ROWS if rows >= TILE_ROWS else ROW_MULTIPLE
     rows = max(rows // multiple * multiple, ROW_MULTIPLE)
-    rows = max(min(rows, max(pad_rows(num_tokens), ROW_MULTIPLE)), least)
-    return ChunkPlan(num_tokens, vocab_size, hidden_size, rows, itemsize, teacher_size)
+    return min(rows, max(pad_rows(num_tokens), ROW_MULTIPLE))
 
 
 # FLOP of a chunk's logits from which a second computation costs more than the two exchanges that
