@@ -19,7 +19,7 @@ from torch import Tensor  # noqa: E402
 from helpers.leaves_torch import loss_and_gradients, same, tensors  # noqa: E402
 from helpers.on_meta import OnDevice, as_on_a_gpu  # noqa: E402
 from helpers.pairs import every_pair, parameters  # noqa: E402
-from xentlib.plan import pad_rows, peak_bytes, plan_chunks  # noqa: E402
+from xentlib.plan import BLOCK_CLASSES, pad_rows, peak_bytes, plan_chunks  # noqa: E402
 from xentlib.torch import (  # noqa: E402
     SoftLabels,
     TeacherHead,
@@ -315,13 +315,11 @@ def test_peak_of_a_divergence_is_the_formula_of_the_plan(
 # blocks of columns up, of numbers that are 1/128 of the logits (row A18).
 EAGER: dict[str, tuple[dict[str, Any], tuple[int, int, int]]] = {
     "gradients": ({}, (561, 70, 86)),
-    "the loss alone": ({"gradient": False}, (471, 40, 44)),
     "float32": ({"dtype": torch.float32}, (547, 62, 76)),
     "everything": (
         {"label_smoothing": 0.1, "softcap": 30.0, "temperature": 0.7, "outputs": ("entropy",)},
         (865, 154, 242),
     ),
-    "log-probabilities": ({"function": chunked_logprobs}, (356, 78, 86)),
     "class probabilities": ({"classes": 20}, (906, 136, 174)),
 }
 PARTS = ("gather", "scatter_", "index")  # which touch one entry of a row
@@ -357,6 +355,33 @@ def work_of_a_chunk(options: dict[str, Any]) -> tuple[int, int, float]:
         found.append((len(seen.launches), len(big), sum(logits) / chunk / vocab))
     less, more = found
     return more[0] - less[0], more[1] - less[1], more[2] - less[2]
+
+
+IN_BLOCKS: dict[str, Any] = {
+    "the loss alone": (chunked_nll, False, (80, 10, 44.2)),
+    "log-probabilities": (chunked_logprobs, True, (132, 19, 86.2)),
+}
+
+
+@pytest.mark.parametrize("name", IN_BLOCKS)
+def test_launches_and_bytes_of_a_block(name: str) -> None:
+    """M16: eager, what one more block of classes adds, of 2,048 tokens. Catches: one more pass over
+    the logits, or one over all classes."""
+    function, gradient, bounds = IN_BLOCKS[name]
+    width, tokens, found = 64, 2048, []
+    for blocks in (2, 3):
+        hidden = there(tokens, width, grad=gradient)
+        weight = there(blocks * BLOCK_CLASSES, width, grad=gradient)
+        with as_on_a_gpu() as seen:
+            out = function(hidden, weight, there(tokens, dtype=INT))
+            if gradient:
+                out.logprobs.sum().backward()
+        big = [x for x in seen.touching(128 * BLOCK_CLASSES) if "mm" not in x.name]
+        logits = [b.bytes for x in big if x.name not in PARTS for b in (*x.read, *x.written)]
+        found.append((len(seen.launches), len(big), sum(logits) / tokens / BLOCK_CLASSES))
+    less, more = found
+    added = [b - a for a, b in zip(less, more, strict=True)]
+    assert all(a <= b for a, b in zip(added, bounds, strict=True)), added
 
 
 @pytest.mark.parametrize("name", EAGER)

@@ -63,6 +63,7 @@ def columns_of_loop(loop: Any, wanted: WantedStats) -> ColumnStats:
         # All classes are here: one block
         rest = columns.algebra.together(columns.rest).as_block()
         parts.append((index, columns._replace(rest=rest)))
+        del columns, rest  # not beside those of the next group
     count = loop.tokens.valid.shape[0]
 
     def of_all(*values: Any) -> Any:
