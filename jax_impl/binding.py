@@ -83,7 +83,8 @@ def bind(
     need_x64(compute)
     # Over shards a second chunk may cost an exchange or a GEMM.
     row_bytes = 0 if axis is not None else problem.vocab_size * ITEMSIZE[compute]
-    target = target_of(hidden, weight)
+    # A teacher's logits take half of the budget.
+    target, width = target_of(hidden, weight), 0 if caller is not None else hidden.shape[-1]
     options = Options(
         ignore_index=args.ignore_index,
         scalars=scalars_of(args, caller),
@@ -93,7 +94,7 @@ def bind(
         gemm_dtype=problem.gemm_dtype,
         compute_dtype=compute,
         output_dtype=problem.output_dtype,
-        chunk_bytes=chunk_bytes(args.max_chunk_bytes, target, row_bytes),
+        chunk_bytes=chunk_bytes(args.max_chunk_bytes, target, row_bytes, width),
         platform=target.platform,
         transposed=args.weight_layout == "HV",
         axis=axis,

@@ -143,18 +143,19 @@ def device_info() -> DeviceInfo:
     return KINDS.get(PLATFORM.get() or jax.default_backend(), ANOTHER)
 
 
-def chunk_bytes(asked: int | None, target: Target, row_bytes: int = 0) -> int:
-    """Of a chunk's logits: what was asked for, or what the memory of the device allows. A TPU's is
-    known by its kind. A GPU's is asked of the first one here, of which XLA has a share that the
-    environment may name; several processes, whose cards may differ where their programs may not, do
-    not look."""
+def chunk_bytes(asked: int | None, target: Target, row_bytes: int = 0, hidden_size: int = 0) -> int:
+    """Of a chunk's logits: what was asked for, or what the memory of the device and the width of a
+    head allow. A TPU's is known by its kind. A GPU's is asked of the first one here, of which XLA
+    has a share that the environment may name; several processes, whose cards may differ where their
+    programs may not, do not look."""
     platform, memory = target.platform, SMALL_TPU_BYTES if target.kind in SMALL_TPUS else 0
     alone = platform == "gpu" == jax.default_backend() and jax.process_count() == 1
     if alone and not asked:
         stats = jax.local_devices()[0].memory_stats() or {}
         share = float(os.environ.get("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.75"))
         memory = int(stats.get("bytes_limit", 0) / share)
-    return asked or default_chunk_bytes(platform, memory=memory, row_bytes=row_bytes)
+    sizes = {"memory": memory, "row_bytes": row_bytes, "hidden_size": hidden_size}
+    return asked or default_chunk_bytes(platform, **sizes)
 
 
 def as_bits(x: jax.Array) -> jax.Array:

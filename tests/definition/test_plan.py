@@ -188,6 +188,27 @@ def test_a_default_chunk_is_512_rows_within_8_and_64_mib() -> None:
 
 
 @pytest.mark.parametrize(
+    ("memory", "vocab", "width", "expected"),
+    [
+        (80, 128_256, 2047, 2 << 30),
+        (80, 128_256, 2048, 1 << 30),
+        (80, 151_936, 4096, 2048 * 151_936 * 4),
+        (80, 256_000, 2304, 2048 * 256_000 * 4),
+        (80, 262_208, 5376, 2 << 30),
+        (80, 0, 4096, 2 << 30),  # a shard
+        (40, 128_256, 4096, 1 << 30),
+        (24, 128_256, 4096, 512 << 20),
+    ],
+)
+def test_a_default_chunk_of_a_wide_head_has_2048_rows(memory, vocab, width, expected) -> None:
+    """D5: on large cards, within 1 and 2 GiB."""
+    sizes = {"row_bytes": 4 * vocab, "hidden_size": width}
+    found = default_chunk_bytes("cuda", memory=memory << 30, **sizes)
+    assert found == expected
+    assert default_chunk_bytes("tpu", memory=memory << 30, **sizes) == min(expected, 1 << 30)
+
+
+@pytest.mark.parametrize(
     ("wrong", "more"),
     [
         ({"backend": "pytorch"}, {}),

@@ -183,6 +183,8 @@ def test_a_budget_follows_the_memory(monkeypatch, platform, limit, share, proces
         monkeypatch.setenv("XLA_PYTHON_CLIENT_MEM_FRACTION", share)
     target = device.Target(platform, "a card")
     assert device.chunk_bytes(None, target) == expected
+    wide = device.chunk_bytes(None, target, 4 * 128_256, 4096)
+    assert wide == min(expected, 1 << 30)
     assert device.chunk_bytes(100, target) == 100
 
 

@@ -130,6 +130,28 @@ def test_peak_of_further_classes(call: Any) -> None:
     assert near_plan(measured, expected, block), f"{measured} bytes, the plan says {expected}"
 
 
+@pytest.mark.torch
+@pytest.mark.parametrize(("width", "budget"), [(2047, 2 << 30), (2048, 1 << 30)])
+def test_a_default_chunk_follows_the_head(
+    width: int, budget: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """D5: on a card of 80 GB, as if that budget had been asked for."""
+    torch = pytest.importorskip("torch")
+    from helpers.on_meta import as_on_a_gpu
+    from xentlib.torch import chunked_nll
+
+    monkeypatch.setattr("xentlib.torch.core.device.memory_of", lambda device: 80 << 30)
+    sizes, peaks = {"dtype": torch.bfloat16, "device": "meta"}, []
+    labels = torch.empty(8192, dtype=torch.int64, device="meta")
+    weight = torch.empty(128_256, width, **sizes)
+    for asked in (None, budget):
+        hidden = torch.empty(8192, width, **sizes, requires_grad=True)
+        with as_on_a_gpu() as seen:
+            chunked_nll(hidden, weight, labels, max_chunk_bytes=asked).loss.backward()
+        peaks.append(seen.peak)
+    assert peaks[0] == peaks[1] > budget
+
+
 THREADS = """
 import os
 os.sched_setaffinity(0, {cpus})

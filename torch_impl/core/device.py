@@ -40,9 +40,11 @@ def host_readable(x: Tensor) -> bool:
     return device_info(x).host_readable
 
 
-def chunk_bytes(asked: int, device: torch.device, row_bytes: int = 0) -> int:
-    """Of a chunk's logits: what was asked for, or what the device's memory allows."""
-    return asked or default_chunk_bytes(device.type, memory=memory_of(device), row_bytes=row_bytes)
+def chunk_bytes(asked: int, device: torch.device, row_bytes: int = 0, hidden_size: int = 0) -> int:
+    """Of a chunk's logits: what was asked for, or what the device's memory allows, and the width of
+    a head."""
+    sizes = {"row_bytes": row_bytes, "hidden_size": hidden_size}
+    return asked or default_chunk_bytes(device.type, memory=memory_of(device), **sizes)
 
 
 @functools.cache  # a question to PyTorch takes the host 30 us

@@ -280,7 +280,8 @@ class LocalTokens:
 
     def plan(self, columns: int, row_bytes: int) -> ChunkPlan:
         """Chunks for logits of so many columns; `row_bytes` of one token may have more of them."""
-        budget = chunk_bytes(self.call.chunk_bytes, self.hidden.device, row_bytes)
+        asked, width = self.call.chunk_bytes, self.hidden.shape[1]
+        budget = chunk_bytes(asked, self.hidden.device, row_bytes, width)
         return plan_of(self.call, self.local_tokens.computed, columns, budget)
 
     def exchange(self, *per_token: Tensor) -> tuple[Tensor, ...]:
