@@ -3,6 +3,8 @@ the loss in one pass."""
 
 from __future__ import annotations
 
+import warnings
+from types import SimpleNamespace
 from typing import Any
 
 import ml_dtypes
@@ -233,22 +235,66 @@ def test_the_choice(monkeypatch: pytest.MonkeyPatch) -> None:
         ((8, 0), None, Triton),
         ((9, 0), None, Triton),
         ((7, 5), None, Eager),
-        ((6, 0), "6.4", Triton),
+        ((9, 4), "6.4", Eager),
     ],
 )
 def test_the_choice_on_a_gpu(
     monkeypatch: pytest.MonkeyPatch, capability: Any, hip: Any, found: Any
 ) -> None:
-    """Ampere or newer; AMD's devices have numbers of their own and are not refused."""
+    """Ampere or newer, and no AMD device. Where they do not compute a warning says so once."""
     monkeypatch.delenv("XENTLIB_KERNELS", raising=False)
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
     monkeypatch.setattr(torch.version, "hip", hip)
     monkeypatch.setattr(kernels, "trial", lambda _: "")
     kernels.too_old.cache_clear()
-    assert kernels_for(torch.device("cuda"), torch.float32) is found
-    assert kernels_for(torch.device("cuda"), torch.float64) is Eager
+    kernels.warn_of_eager.cache_clear()
+    device = torch.device("cuda")
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            assert kernels_for(device, torch.float32) is found
+            assert kernels_for(device, torch.float64) is Eager
     kernels.too_old.cache_clear()
+    reasons = [str(x.message) for x in said]
+    assert len(said) == 1 + (found is Eager), reasons
+    assert sum("in float64" in x for x in reasons) == 1
+    if hip:
+        assert any("have not been run on AMD's devices" in x for x in reasons)
+        monkeypatch.setenv("XENTLIB_KERNELS", "triton")
+        with pytest.raises(RuntimeError, match="AMD's devices"):
+            kernels_for(device, torch.float32)
+
+
+@pytest.mark.parametrize("call", ["top_k", "softcap", "probabilities"])
+def test_a_call_that_they_do_not_have_says_so(monkeypatch: pytest.MonkeyPatch, call: str) -> None:
+    """Of each way to eager operators, with the reason; none where they were asked for."""
+    from xentlib.arguments import Scalars
+    from xentlib.torch.losses import classes, teacher
+
+    scalars = Scalars(softcap=30.0) if call == "softcap" else Scalars()
+    head: Any = SimpleNamespace(
+        hidden=SimpleNamespace(device=torch.device("cuda")),
+        ids=torch.zeros(2, 3),
+        top_k=2 * (call == "top_k"),
+        logit_scale=None,
+        scalars=scalars,
+    )
+    loss = SimpleNamespace(kind="soft_labels")
+
+    def chosen() -> Any:
+        kernels.warn_of_eager.cache_clear()
+        if call == "probabilities":
+            return teacher.kernels_of(head, loss)
+        return classes.kernels_of(head)
+
+    monkeypatch.delenv("XENTLIB_KERNELS", raising=False)
+    with pytest.warns(UserWarning, match=f"2 to 6 times as long: they have no .*{call}"):
+        assert chosen() is Eager
+    monkeypatch.setenv("XENTLIB_KERNELS", "eager")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert chosen() is Eager
 
 
 def test_a_gpu_that_nothing_compiles_for(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -258,7 +304,8 @@ def test_a_gpu_that_nothing_compiles_for(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
     monkeypatch.setattr(kernels, "trial", lambda _: "RuntimeError: no C compiler")
     monkeypatch.delenv("XENTLIB_KERNELS", raising=False)
-    with pytest.warns(UserWarning, match="eager operators compute, .* no C compiler"):
+    kernels.warn_of_eager.cache_clear()
+    with pytest.warns(UserWarning, match="eager operators take .* no C compiler"):
         assert kernels_for(torch.device("cuda"), torch.float32) is Eager
     monkeypatch.setenv("XENTLIB_KERNELS", "triton")
     with pytest.raises(RuntimeError, match="got cuda: RuntimeError: no C compiler"):

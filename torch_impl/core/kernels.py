@@ -160,32 +160,45 @@ def kernels_for(
 ) -> type[Kernels]:
     """Who computes all steps on a device in this dtype, with these options. `XENTLIB_KERNELS` may
     say eager, or triton: then what cannot be had is an error. float64 is always eager."""
-    from xentlib.torch.core.eager import Eager
-
     choice = chosen()
-    if choice == "eager" or dtype != torch.float32 or device.type == "meta":
+    if choice == "eager" or device.type == "meta" or (choice == "auto" and device.type != "cuda"):
+        from xentlib.torch.core.eager import Eager
+
         return Eager
-    if choice == "auto" and device.type != "cuda":
-        return Eager
+    if dtype != torch.float32:
+        return eager_kernels(device, "they compute in float32, and this call is in float64")
     why = why_no_triton(device)
     others = scalars._replace(**OF_TRITON) if scalars != NO_SCALARS else scalars
     if others != NO_SCALARS:
         why = why or f"its programs know no options but {', '.join(IN_TRITON)}"
     if not why and device.type == "cuda":
         why = trial(device)
-        if why and choice == "auto":
-            warnings.warn(
-                f"Triton's programs cannot run on {device}, and eager operators compute, which are "
-                f"slower: {why}. XENTLIB_KERNELS=eager chooses them without this warning.",
-                stacklevel=2,
-            )
     if not why:
         return triton_kernels()
     if choice == "auto":
-        return Eager
+        return eager_kernels(device, why)
     raise RuntimeError(
         f"`XENTLIB_KERNELS=triton` must find kernels for the device of the call; got {device}: "
         f"{why}. Set XENTLIB_KERNELS=auto, or unset it."
+    )
+
+
+def eager_kernels(device: torch.device, why: str) -> type[Kernels]:
+    """PyTorch's own operators, of a call that Triton's programs do not compute. Nobody who has not
+    asked for them on a GPU is to find out by the time that they take."""
+    from xentlib.torch.core.eager import Eager
+
+    if device.type == "cuda" and chosen() == "auto":
+        warn_of_eager(device, why)
+    return Eager
+
+
+@functools.cache  # once for each reason
+def warn_of_eager(device: torch.device, why: str) -> None:
+    warnings.warn(
+        f"Triton's programs do not compute this call on {device}, and eager operators take 2 to 6 "
+        f"times as long: {why}. XENTLIB_KERNELS=eager chooses them without this warning.",
+        stacklevel=3,
     )
 
 
@@ -208,13 +221,16 @@ def why_no_triton(device: torch.device) -> str:
         return "" if device.type == "cpu" else "Triton's interpreter runs on the CPU"
     if device.type != "cuda":
         return "Triton's programs run on CUDA devices, or with TRITON_INTERPRET=1 on the CPU"
+    if torch.version.hip is not None:
+        # A program of theirs has up to 2,048 threads of a block, where the limit is 1,024.
+        return "they have not been run on AMD's devices yet"
     return too_old(device)
 
 
 @functools.cache  # a question to PyTorch takes the host 50 us
 def too_old(device: torch.device) -> str:
     capability = torch.cuda.get_device_capability(device)
-    if torch.version.hip is None and capability < LEAST_CAPABILITY:
+    if capability < LEAST_CAPABILITY:
         return f"compute capability 8.0 is needed, and this is {capability[0]}.{capability[1]}"
     return ""
 

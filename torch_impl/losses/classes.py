@@ -24,7 +24,7 @@ from xentlib.torch.core.consistency import Terms
 from xentlib.torch.core.device import host_readable
 from xentlib.torch.core.eager import Eager
 from xentlib.torch.core.gradients import Gradients, fake_gradients
-from xentlib.torch.core.kernels import Kernels, kernels_for
+from xentlib.torch.core.kernels import Kernels, eager_kernels, kernels_for
 from xentlib.torch.core.loop import HeadLoop
 from xentlib.torch.core.stats import class_stats, columns_of_loop
 from xentlib.torch.core.tokens import Selected
@@ -180,8 +180,11 @@ def kernels_of(call: HeadCall) -> type[Kernels]:
     -inf of a class that is left out into a number, and with `top_k`, whose classes come first."""
     assert call.ids is not None
     scaled = call.logit_scale is not None or call.scalars.softcap is not None
-    if scaled or call.top_k or not call.ids.shape[1]:
+    if not call.ids.shape[1] and not call.top_k:
         return Eager
+    if scaled or call.top_k:
+        why = "`top_k`" if call.top_k else "classes of a token, under a softcap or `logit_scale`"
+        return eager_kernels(call.hidden.device, f"they have no {why}")
     return kernels_for(call.hidden.device, call.compute_dtype, call.scalars)
 
 

@@ -30,14 +30,21 @@ from xentlib.torch.array_spec import array_spec, as_tensor, only_tensors, with_l
 from xentlib.torch.binding import bind, bind_logits, tokens
 from xentlib.torch.core.consistency import Terms
 from xentlib.torch.core.device import host_readable
-from xentlib.torch.core.eager import Eager
+from xentlib.torch.core.kernels import eager_kernels
 from xentlib.torch.core.loop import HeadLoop, Out
 from xentlib.torch.core.stats import columns_of, over_shards
 from xentlib.torch.losses.divergence import RESULTS, divergence_op
 from xentlib.torch.losses.logprobs import LOGITS_FUNCTION, Values, logprobs_op
 from xentlib.torch.losses.paired import Loss, PairedRecompute
 from xentlib.torch.losses.pairs import Unit, restore
-from xentlib.torch.losses.teacher import KINDS, TeacherCall, labels_for, probabilities, soft_logits
+from xentlib.torch.losses.teacher import (
+    KINDS,
+    NO_SOFT_LABELS,
+    TeacherCall,
+    labels_for,
+    probabilities,
+    soft_logits,
+)
 from xentlib.torch.micro_batch import label_loss
 from xentlib.torch.operators import (
     HeadCall,
@@ -144,7 +151,9 @@ def check_soft_values(mass: Tensor, call: HeadCall) -> None:
 def soft_forward(call: HeadCall, labels: TeacherCall, values: Any) -> tuple[Tensor, ...]:
     """Of precomputed logits: sum_v a_v (z_v - lse), entropy, lse and the sum of each token's
     probabilities, [N] each; `Largest`, and the sum of a, [5, N]."""
-    loop = HeadLoop(call, Terms(LOGITS_FUNCTION, outputs=float(values.entropy)), kernel_cls=Eager)
+    kernel_cls = eager_kernels(call.hidden.device, NO_SOFT_LABELS)
+    terms = Terms(LOGITS_FUNCTION, outputs=float(values.entropy))
+    loop = HeadLoop(call, terms, kernel_cls=kernel_cls)
     vocab, tokens = loop.check_consistent(), loop.local_tokens
     logits: Any = next(iter(loop.blocks()))
     if vocab is not None:

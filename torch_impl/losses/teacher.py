@@ -28,8 +28,7 @@ from xentlib.torch.binding import bind, tokens
 from xentlib.torch.core.algebra import ALGEBRA
 from xentlib.torch.core.consistency import Terms
 from xentlib.torch.core.device import device_info
-from xentlib.torch.core.eager import Eager
-from xentlib.torch.core.kernels import DIVERGENCES_IN_TRITON, Kernels, kernels_for
+from xentlib.torch.core.kernels import DIVERGENCES_IN_TRITON, Kernels, eager_kernels, kernels_for
 from xentlib.torch.core.logits import ChunkedLogits
 from xentlib.torch.core.loop import HeadLoop
 from xentlib.torch.core.tokens import counted
@@ -44,6 +43,7 @@ from xentlib.torch.placement.rows import LocalHead, local_part
 
 TEACHER = "the teacher of chunked_divergence"
 KINDS = (*DIVERGENCES, SOFT_LABELS)
+NO_SOFT_LABELS = "they have no labels that are class probabilities"
 # What a teacher's head is called with as the student's is.
 SHARED = ("labels", "where", "ignore_index", "compute_dtype", "max_chunk_bytes")
 
@@ -187,7 +187,7 @@ def pairs_for(kernel_cls: type[Kernels]) -> type[PairedLogits]:
 def kernels_of(call: HeadCall, loss: Any) -> type[Kernels]:
     """Triton's programs, where the device has them and they have this kind."""
     if loss.kind not in DIVERGENCES_IN_TRITON:
-        return Eager
+        return eager_kernels(call.hidden.device, NO_SOFT_LABELS)
     return kernels_for(call.hidden.device, call.compute_dtype, call.scalars)
 
 
