@@ -54,7 +54,7 @@ def arrays(*, grad: bool = True, **more: Any) -> dict[str, Any]:
         more["kept"] = kept
     if "ids" in more:
         more["ids"] = torch.randint(-1, CLASSES, (TOKENS, 5), generator=seed)
-    if "class_weights" in more:
+    if more.get("class_weights") is True:
         more["class_weights"] = torch.rand(CLASSES, generator=seed)
     if "temperature" in more:
         more["temperature"] = 0.5 + torch.rand(TOKENS, generator=seed)
@@ -140,6 +140,29 @@ def test_of_no_token_gradients_are_0(count: int) -> None:
         torch.use_deterministic_algorithms(False)
     for x in (hidden, of["weight"], of["bias"]):
         assert not x.grad.any()
+
+
+@pytest.mark.parametrize("more", [{}, {"ids": True}, {"temperature": True}], ids=str)
+def test_groups_on_a_device_of_labels_on_the_host(more: dict[str, Any]) -> None:
+    """Only tokens that count are computed, and where these are is known on the device alone.
+    Catches: labels of the host that are indexed by what is on the device."""
+    from helpers.on_meta import as_on_a_gpu
+
+    of = arrays(grad=False, **more)
+    of = {name: x if name == "labels" else x.to("meta") for name, x in of.items()}
+    for name in ("hidden", "weight", "bias"):
+        of[name].requires_grad_()
+    with as_on_a_gpu():
+        chunked_logprobs(**of).logprobs.sum().backward()
+    with as_on_a_gpu(), torch.no_grad():
+        found = chunked_nll(of["hidden"], of["weight"], of["labels"])
+    assert found.loss.device.type == "meta"
+
+
+def test_class_weights_are_as_many_as_classes() -> None:
+    """Without a gradient too. Catches: weights of a block out of fewer, or none."""
+    with pytest.raises(ValueError, match="class_weights"):
+        chunked_nll(**arrays(grad=False, class_weights=torch.ones(CLASSES - 1)))
 
 
 def test_which_calls_are_read_in_blocks(monkeypatch: pytest.MonkeyPatch) -> None:

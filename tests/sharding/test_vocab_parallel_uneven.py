@@ -41,8 +41,10 @@ WAYS: dict[str, dict[str, Any]] = {
 def on_heads(rank: int, world: int) -> dict[tuple[str, str], list[tuple[Any, Any]]]:
     """Of each head the results of this rank, and of the whole head in one process."""
     from xentlib import PaddedVocab, VocabShard
+    from xentlib.torch.core import blocks, loop
 
     group = torch.distributed.group.WORLD
+    blocks.BLOCK_CLASSES = loop.BLOCK_CLASSES = 12  # of which shards have one, several or none
     torch.use_deterministic_algorithms(True)  # new memory holds NaN: of padding, say
     results = {}
     for way in WAYS:

@@ -55,10 +55,7 @@ class LocalBlocks(Rows):
 
     def blocks(self, loop: HeadLoop, tokens: LocalTokens | None = None) -> Iterator[ChunkedLogits]:
         """`tokens`: those of a group."""
-        call, weights, chunks_of = self.call, loop.class_weights, tokens or loop.chunks_of
-        if weights is not None:
-            self.vocab.own_part(weights)  # as many as there are classes, or all ranks refuse them
-            weights = weights if len(weights) == self.vocab.size else None
+        call, chunks_of = self.call, tokens or loop.chunks_of
         # A target that is elsewhere has a column beyond those that are planned.
         columns = min(BLOCK_CLASSES, self.vocab.largest)
         plan = chunks_of.plan(columns, columns * call.compute_dtype.itemsize)
@@ -72,7 +69,7 @@ class LocalBlocks(Rows):
                 ),
                 chunks_of,
                 LocalVocab(self.vocab.size, shard),
-                weights,
+                loop.class_weights,  # of whole heads alone, whose number has been checked
                 kernel_cls=loop.kernel_cls,
                 plan=plan,
                 memory=self.memory,

@@ -268,11 +268,11 @@ class LocalTokens:
         self.labels, self.temperature, self.ids = call.labels, call.temperature, call.ids
 
     def part(self, start: int, stop: int) -> LocalTokens:
-        """Those of the computed tokens from `start` to `stop`, one after the other."""
+        """Those of the computed tokens from `start` to `stop`, one after the other: what chunks of
+        a head without an adapter read. Labels as the caller has them may be on the host, where what
+        is on the device cannot index them."""
         part, index = copy.copy(self), self.all.token_index(start, stop)
-        part.hidden, part.labels = self.hidden[index], self.labels[index]
-        part.keep = None if self.keep is None else self.keep[index]
-        part.ids = None if self.ids is None else self.ids[index]
+        part.hidden = self.hidden[index]
         if self.temperature is not None:
             part.temperature = self.temperature.expand(self.all.valid.shape[0])[index]
         part.local_tokens = part.all = self.all.part(index)

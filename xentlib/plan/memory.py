@@ -71,10 +71,10 @@ def peak_bytes(
                                                        recompute only in 16 bits)
         both:  + float32 d weight and d hidden        (+ their rounded copies, in JAX)
 
-    PyTorch reads heads of more than 8,192 classes in blocks (`plan.in_blocks()`) with `recompute`
-    or without a gradient: chunk, scratch and copy of the head are those of a block, d weight has
-    the dtype of the head beside one block in float32, and 12 bytes of statistics are kept for 128
-    classes of each token, of up to 4,096 tokens.
+    PyTorch reads whole heads of more than 8,192 classes in blocks (`plan.in_blocks()`) with
+    `recompute` or without a gradient: chunk, scratch and copy of the head are those of a block, d
+    weight has the dtype of the head beside one block in float32, and 12 bytes of statistics are
+    kept for 128 classes of each token, of up to 4,096 tokens.
 
     On a CPU with AMX the second computation of bfloat16 needs up to 8 % less, as products have no
     scratch there; on one without AVX-512 so does that of float32, up to a block in all.
