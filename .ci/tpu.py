@@ -44,6 +44,7 @@ from jax.sharding import PartitionSpec as P
 import xentlib.jax as ours
 from helpers.instructions import Instruction, Program
 from xentlib.plan import (
+    GROUP_TOKENS,
     SMALL_TPU_BYTES,
     SMALL_TPUS,
     TPU_ROW_MULTIPLE,
@@ -78,7 +79,7 @@ HEADS = {
     "gemma3-27b": Head(8192, 5376, 262_208),
     "qwen3-0.6b": Head(8192, 1024, 151_936),
     "gpt2": Head(8192, 768, 50_257),
-    "small": Head(4096, 256, 50_001, (("max_chunk_bytes", 2**28),)),
+    "small": Head(8192, 512, 50_001, (("max_chunk_bytes", 2**27),)),
 }
 
 
@@ -209,6 +210,7 @@ CALLS = {
     "products": products,
 }
 BESIDE = ("divergence", SOFT)  # whose chunks have another beside them, and half as many tokens
+IN_BLOCKS = ("nll alone", "logprobs", "logprobs alone", "kept")  # of classes
 MESHES = {"mesh auto": AxisType.Auto, "mesh explicit": AxisType.Explicit}
 PEERS = ("optax", "optax alone", "tiling", "products", LOGITS[1])
 OPTIONS_OF_PEERS = ("softcap", "weight_layout")
@@ -269,16 +271,14 @@ def read(head: Head, name: str, kind: str, made: Any) -> dict[str, Any]:
     program, memory = Program(made.as_text()), made.memory_analysis()
     seconds = made.cost_analysis()["optimal_seconds"]
     plan = plan_of(head, name, kind)
+    plan = plan.in_blocks("jax") if name in IN_BLOCKS else plan
     classes, tokens = plan.vocab_size, plan.even_tokens
+    tokens = min(tokens, GROUP_TOKENS) if name in IN_BLOCKS else tokens
     tokens += -tokens % TPU_ROW_MULTIPLE if name not in PEERS else 0
     if name in (SOFT, LOGITS[0]):  # rows are in the order of the tokens, in whole chunks
         tokens = next(n for n in range(tokens, 0, -TPU_ROW_MULTIPLE) if head.tokens % n == 0)
-    whole = {
-        "optax": head.tokens,
-        LOGITS[1]: head.tokens,
-        "optax alone": head.tokens,
-        "tiling": head.tokens // TILES,
-    }
+    whole = dict.fromkeys(("optax", LOGITS[1], "optax alone"), head.tokens)
+    whole["tiling"] = head.tokens // TILES
     logits = whole.get(name, tokens) * classes
     called = {x.called for block in program.blocks.values() for x in block if x.called}
     blocks = [block for label, block in program.blocks.items() if label not in called]
@@ -291,7 +291,8 @@ def read(head: Head, name: str, kind: str, made: Any) -> dict[str, Any]:
     ]  # fmt: skip
     return {
         "products": sum(vocabulary_products(program, block, classes) for block in blocks),
-        "bytes_a_logit": loops,  # of each block that moves any
+        # Of each block that moves any; not known where a chunk is as large as rows of the head.
+        "bytes_a_logit": loops if tokens != head.hidden else None,
         "copies": len(copies),
         "temporary_gib": round(memory.temp_size_in_bytes / GIB, 3),
         "live_gib": round(memory.peak_memory_in_bytes / GIB, 3),

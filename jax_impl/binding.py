@@ -31,6 +31,7 @@ from xentlib.jax.core.vocab import axis_for, axis_of, varies_over
 from xentlib.jax.head import described, head_of, unwrapped_args
 from xentlib.jax.placement import alone, axes_of, placed
 from xentlib.options import ITEMSIZE
+from xentlib.plan import XLA_BLOCK_CLASSES
 
 # Arrays of a call that a trace takes as they are.
 AS_GIVEN = ("hidden", "weight", "labels", "bias", "where", "token_weights", "class_weights")
@@ -101,6 +102,11 @@ def bind(
         place=place,
         gathered=gathered,
     )
+    # The compiler splits whole products over an Auto mesh, and d weight is summed over devices that
+    # have pieces of it in the compute dtype.
+    pieces = place is not None and any((*place.weight_cut, *place.bias_cut))
+    if low is None and not gathered and not pieces and alone(hidden, weight):
+        options = options._replace(block_classes=XLA_BLOCK_CLASSES)
     adapters: dict[str, Any] = {}
     if low is not None:
         adapters = {"low_in": array(low.a), "low_out": array(low.b), "keep": array(low.keep)}

@@ -56,6 +56,7 @@ class Options(NamedTuple):
     transposed: bool = False
     axis: Axis | None = None
     place: Placement | None = None
+    block_classes: int = 0  # at most, of a head that may be read in blocks; 0: rows are whole
     # Mesh axes whose devices have tokens of their own, all of which each device's rows multiply.
     gathered: tuple[Any, ...] = ()
     divergence: Any = None  # a `DivergenceOptions`, or a `TopKOptions`

@@ -164,5 +164,11 @@ def as_bits(x: jax.Array) -> jax.Array:
     return lax.bitcast_convert_type(x, jnp.uint16) if low else x
 
 
+def slice_bits(x: jax.Array) -> jax.Array:
+    """bfloat16 as integers where floats of 16 bits are scattered wide: there a slice of bfloat16 is
+    one of a float32 copy of the whole array, where a slice of float16 is none."""
+    return as_bits(x) if x.dtype == jnp.bfloat16 else x
+
+
 def from_bits(x: jax.Array, like: jax.Array) -> jax.Array:
     return lax.bitcast_convert_type(x, like.dtype) if x.dtype == jnp.uint16 else x

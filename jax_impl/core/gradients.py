@@ -42,6 +42,8 @@ class Gradients(NamedTuple):
     bias: jax.Array
     low_in: jax.Array
     low_out: jax.Array
+    # [M] dz of the target, for packed rows: in a block of classes its terms come after the products
+    target: jax.Array
 
     @classmethod
     def zeros(cls, logits: ChunkedLogits, needs: Needs) -> Gradients:
@@ -58,6 +60,7 @@ class Gradients(NamedTuple):
             jnp.zeros((columns if needs.bias else 0,), compute),
             jnp.zeros(a if needs.low_in else (0, 0), compute),
             jnp.zeros(b if needs.low_out else (0, 0), compute),
+            jnp.zeros((0,), compute),
         )
 
     def finished(self, logits: ChunkedLogits, exponent: jax.Array | None) -> Gradients:
@@ -77,7 +80,7 @@ class Gradients(NamedTuple):
         )
 
     def rounded(
-        self, options: Options, valid_N: jax.Array, primals: Sequence[jax.Array | None]
+        self, options: Options, primals: Sequence[jax.Array | None]
     ) -> dict[str, jax.Array | None]:
         """Each by name, summed over the devices that share its primal, and rounded once to its
         dtype; None stands for a zero gradient. Of the primals, in that order, only the types are
@@ -90,14 +93,13 @@ class Gradients(NamedTuple):
                 weight=own_piece(weight, cut) if weight.size else weight,
                 bias=own_piece(gradients.bias, place.bias_cut),
             )
-        hidden_NH = gradients.hidden
-        if hidden_NH.size:
-            gradients = gradients._replace(hidden=jnp.where(valid_N[:, None], hidden_NH, 0.0))
         rounded = {
             name: round_to(as_primal(accumulator, primal), primal.dtype.name)
             if accumulator.size and primal is not None
             else None
-            for name, accumulator, primal in zip(DIFFERENTIATED, gradients, primals, strict=True)
+            for name, accumulator, primal in zip(
+                DIFFERENTIATED, gradients[:-1], primals, strict=True
+            )
         }
         if turned and rounded["weight"] is not None:
             rounded["weight"] = turned_around(rounded["weight"])
@@ -165,7 +167,13 @@ def add_products(
     assert logits.operand is not None
     columns = logits.operand.shape[axis_v]  # without those of the last block that are none
     of_head_TV = dz_TV if columns == dz_TV.shape[1] else dz_TV[:, :columns]
-    apart = dz_y_T is not None
+    in_block, apart = logits.first is not None, dz_y_T is not None
+    if in_block and dz_y_T is not None:
+        there_T = lax.dynamic_slice_in_dim(gradients.target, chunk.start, logits.chunk_rows)
+        target_M = lax.dynamic_update_slice_in_dim(
+            gradients.target, there_T + dz_y_T, chunk.start, 0
+        )
+        gradients, apart = gradients._replace(target=target_M), False
     dz_y_T = jnp.zeros(y_T.shape, compute) if dz_y_T is None else dz_y_T
     if part_V is not None:
         # A chunk's sums first: one after the other, 6,250 terms of one label err by 30 u.
@@ -189,9 +197,9 @@ def add_products(
             # Float32 parts, rounded once after the last sum: of bf16 parts 60 % of the entries
             # would be right over four devices, where row A7 wants 99.5 %.
             dx_TH = lax.psum_scatter(dx_TH, options.gathered, tiled=True)
-        gradients = gradients._replace(
-            hidden=gradients.hidden.at[chunk.own_T].set(dx_TH, mode="drop")
-        )
+        at = gradients.hidden.at[chunk.own_T]
+        hidden = at.add(dx_TH, mode="drop") if in_block else at.set(dx_TH, mode="drop")
+        gradients = gradients._replace(hidden=hidden)
     if needs.weight:
         left, right = (of_head_TV, x_TH)[:: -1 if transposed(options) else 1]
         total = gradients.weight + contract(left, right, 0, 0, compute)

@@ -20,7 +20,7 @@ from xentlib.jax.core.layout import from_rows
 from xentlib.jax.core.lora import LoraActivations, LowRank, activations_of, add_logits, low_rank
 from xentlib.jax.core.tokens import Tokens, select_tokens
 from xentlib.jax.core.vocab import shard_here
-from xentlib.plan import MAX_ROWS, ChunkPlan, pad_rows, plan_chunks
+from xentlib.plan import GROUP_TOKENS, MAX_ROWS, ChunkPlan, even_classes, pad_rows, plan_chunks
 from xentlib.shards import VocabShard
 
 # Of a program exported for any number of them: chunks of as many rows as there can be.
@@ -33,7 +33,8 @@ class ChunkedLogits(NamedTuple):
 
     options: Options
     arrays: Arrays  # flat; without a `weight` the hidden states are the logits
-    # The head in the GEMM dtype, with `column_multiple`'s zeros but where classes lead
+    # The head in the GEMM dtype, with `column_multiple`'s zeros but where classes lead; as it is
+    # where it is read in blocks
     operand: jax.Array | None
     columns: int  # of this device, without those
     tokens: Tokens
@@ -48,11 +49,19 @@ class ChunkedLogits(NamedTuple):
     # Of this device's tokens, where these are of several devices'; see `gather_tokens`.
     local: Any = None
     in_order: bool = False  # `order` is that of the tokens: rows that do not count stay among them
+    # Of the blocks in which the head is read, one after the other, by the tokens of a chunk or by
+    # all; 0: rows of logits are whole
+    block_classes: int = 0
+    first: Any = None  # of one such block, the column that it begins with
 
     @property
     def axes(self) -> tuple[int, int]:
         """Of the head: V, H."""
         return (1, 0) if self.options.transposed else (0, 1)
+
+    @property
+    def blocks(self) -> int:
+        return -(-self.columns // self.block_classes)
 
     @property
     def vocab_size(self) -> int:
@@ -76,12 +85,17 @@ class Chunk(NamedTuple):
 
 
 def chunked_logits(
-    options: Options, arrays: Arrays, paired_with: ChunkedLogits | None = None
+    options: Options,
+    arrays: Arrays,
+    paired_with: ChunkedLogits | None = None,
+    *,
+    in_blocks: bool = False,
 ) -> ChunkedLogits:
     """Step 1: valid tokens first; their number bounds the loop, chunks without any cost nothing.
 
     The arrays are flat. Without a `weight` the hidden states are the logits. `beside`: in the
-    chunks of other logits of the same tokens.
+    chunks of other logits of the same tokens. `in_blocks`: no dz is made of the logits that the
+    statistics are of, so a head of more classes than a block is read in blocks.
     """
     weight, bias, low_out = arrays.weight, arrays.bias, arrays.low_out
     options = with_arrays(options, arrays.scalars)
@@ -94,9 +108,13 @@ def chunked_logits(
     if shard is not None:
         consistency = consistency_of(options, arrays, tokens.valid, shard)
     ranks = lax.axis_size(options.gathered) if options.gathered else 1
+    size, most = 0, options.block_classes
+    if in_blocks and weight is not None and 0 < most < columns:
+        size = even_classes(columns, most)
+        size = size if size < columns else 0
     plan = plan_chunks(
         num_tokens * ranks if isinstance(num_tokens, int) else UNKNOWN_TOKENS,
-        columns,
+        size or columns,
         hidden_size,
         dtype=options.gemm_dtype,
         compute_dtype=options.compute_dtype,
@@ -106,15 +124,16 @@ def chunked_logits(
     first: Any = None  # the first column that is no class, where there may be one
     if shard is not None and not isinstance(shard.padding, int):
         first = shard.size
-    if first is not None and weight is not None:
+    if first is not None and weight is not None and not size:
         # dz is 0 there, but 0 * NaN is not: in d hidden, and from a softcap's derivative.
         weight = zero_from(first, weight, 1 if options.transposed else 0)
         bias = None if bias is None else zero_from(first, bias, 0)
         low_out = None if low_out is None else zero_from(first, low_out, 0)
-    filled_up = weight is not None or device_info().classes_lead  # precomputed logits, to blocks
+    # Precomputed logits, to blocks of the softmax; a block of classes is filled up by itself.
+    filled_up = (weight is not None or device_info().classes_lead) and not size
     more = -columns % device_info().column_multiple if filled_up else 0
     first = columns if more and first is None else first
-    if weight is not None:
+    if weight is not None and not size:
         weight = weight.astype(options.gemm_dtype)
     if more and weight is not None:
         if not device_info().classes_lead:  # where `product` does so
@@ -122,6 +141,7 @@ def chunked_logits(
         bias = None if bias is None else jnp.pad(bias, (0, more))
         low_out = None if low_out is None else jnp.pad(low_out, ((0, more), (0, 0)))
     rows = plan.even_tokens if isinstance(num_tokens, int) else plan.chunk_tokens
+    rows = min(rows, GROUP_TOKENS) if size else rows
     rows = max(rows, pad_rows(-(-device_info().least_entries // max(1, columns))))
     rows += -rows % device_info().row_multiple
     if options.gathered:  # as many of each device
@@ -161,6 +181,7 @@ def chunked_logits(
         shape,
         None if low_out is None else low_rank(options, arrays, low_out),
         in_order=in_order,
+        block_classes=size,
     )
 
 
@@ -207,7 +228,9 @@ def logits_of(logits: ChunkedLogits, index: jax.Array) -> Chunk:
         rows_T = lax.dynamic_slice(logits.order, (start,), (logits.chunk_rows,))
         in_chunk_T = logits.tokens.valid[rows_T]
     activations = None
-    if logits.operand is None:
+    if logits.block_classes:
+        z_TV = jnp.zeros((logits.chunk_rows, 0), compute)  # in a loop over blocks
+    elif logits.operand is None:
         z_TV = from_rows(x_TH.astype(compute))
     else:
         z_TV = product(x_TH, logits.operand, logits.axes[1], compute)

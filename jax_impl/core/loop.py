@@ -96,6 +96,7 @@ def over_chunks(
         last: T = differentiated_once(body(only, carry))
         return last
     one = is_size(logits.order.size, logits.chunk_rows) and not exchange
+    one = one and logits.first is None  # whose sums have begun before
     if one and logits.operand is not None and logits.arrays.class_weights is None:
         # Its sums begin within the branch: the product itself is d weight, where a loop adds one
         # to zeros, both in memory that nothing has touched before. With class weights XLA would

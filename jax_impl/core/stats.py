@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from xentlib.jax.core.algebra import ALGEBRA
+from xentlib.jax.core.blocks import columns_of_blocks
 from xentlib.jax.core.kernels import Logits
 from xentlib.jax.core.logits import Chunk, ChunkedLogits
 from xentlib.jax.core.loop import over_chunks
@@ -36,12 +37,13 @@ def all_columns(
         def put(into: jax.Array, values: jax.Array) -> jax.Array:
             return lax.dynamic_update_slice_in_dim(into, values, chunk.start, axis=values.ndim - 1)
 
-        z_y, blocks, left = logits.kernels.stats(chunk.block, wanted)
-        return jax.tree.map(put, packed, (z_y, blocks, *further_rows(left)))
+        return jax.tree.map(put, packed, chunk_columns(logits, chunk, wanted))
 
     width = logits.arrays.hidden.shape[1]
     if logits.operand is not None:
         width = logits.operand.shape[logits.axes[0]]
+    if logits.block_classes:
+        width = logits.blocks * logits.block_classes
     shape = -(-width // BLOCK_COLUMNS), logits.order.size
     each = jnp.zeros(shape, logits.options.compute_dtype)
     sum_ed, top = (each if want else None for want in (wanted.entropy, wanted.predicted))
@@ -55,6 +57,16 @@ def all_columns(
     result: Any = over_chunks(logits, body, packed, only=only)
     z_y, blocks, more, candidates = result
     return z_y, blocks, more, candidates
+
+
+def chunk_columns(
+    logits: ChunkedLogits, chunk: Chunk, wanted: WantedStats
+) -> tuple[jax.Array, BlockStats, jax.Array | None, jax.Array | None]:
+    """The same of the tokens of a chunk."""
+    if logits.block_classes:
+        return columns_of_blocks(logits, chunk, wanted)
+    z_y, blocks, left = logits.kernels.stats(chunk.block, wanted)
+    return z_y, blocks, *further_rows(left)
 
 
 def further_rows(left: Logits) -> tuple[jax.Array | None, jax.Array | None]:

@@ -28,8 +28,8 @@ from xentlib.jax.core.loop import gather_tokens, over_chunks, unpack
 from xentlib.jax.core.stats import (
     all_columns,
     axes_of_stats,
+    chunk_columns,
     class_stats,
-    further_rows,
     put_rows,
 )
 from xentlib.jax.core.tokens import on_host
@@ -91,14 +91,14 @@ def classes_forward(
 ) -> tuple[ClassOutput, tuple[Arrays, Residuals]]:
     """Steps 2 to 5 of `xentlib.nll`, with further classes out of the rest. For a backward, which
     has no `top_k`, the arrays have the candidates among their ids."""
-    logits = chunked_logits(options, arrays)
+    logits = chunked_logits(options, arrays, in_blocks=not options.top_k)
     options, stats_wanted = logits.options, WantedStats(options.entropy)
     local, (logits, _) = logits, gather_tokens(logits, ())
     assert arrays.ids is not None
 
     def body(chunk: Chunk, packed_RM: jax.Array) -> jax.Array:
-        z_y, blocks, left = logits.kernels.stats(chunk.block, stats_wanted)
-        values = class_stats(logits, chunk.rows_T, z_y, blocks, *further_rows(left))
+        columns = chunk_columns(logits, chunk, stats_wanted)
+        values = class_stats(logits, chunk.rows_T, *columns)
         return put_rows(logits, chunk, packed_RM, values)
 
     known, top_k = arrays.ids.shape[1], options.top_k
@@ -170,7 +170,8 @@ def classes_backward(
     options: Options, needs: Needs, kept: Residuals, upstream: Any, arrays: Arrays
 ) -> dict[str, jax.Array | None]:
     """Gradients by name, from logits that are computed again."""
-    logits, has_head = chunked_logits(options, arrays), arrays.weight is not None
+    logits = chunked_logits(options, arrays, in_blocks=True)
+    has_head = arrays.weight is not None
     entropy = upstream.logprobs.entropy is not None
     rows_RN = upstream_rows(logits, kept, upstream, arrays)
     g_RN, lse_1N = rows_RN[:-1], rows_RN[-1:]
@@ -182,9 +183,9 @@ def classes_backward(
         logits, rows = gather_tokens(logits, list(rows_RN))
         rows_RN = jnp.stack(rows)
 
-    def step(chunk: Chunk, rows_RT: jax.Array, sums: Gradients) -> Gradients:
+    def step(part: ChunkedLogits, chunk: Chunk, rows_RT: jax.Array, sums: Gradients) -> Gradients:
         dz = coefficients(rows_RT, entropy=entropy)
-        return add_gradients(logits, chunk, needs, sums, rows_RT[-1], dz)
+        return add_gradients(part, chunk, needs, sums, rows_RT[-1], dz)
 
     def dz_of(chunk: Chunk, rows_RT: jax.Array) -> jax.Array:
         return dz_with_target(logits, chunk, rows_RT[-1], coefficients(rows_RT, entropy=entropy))

@@ -215,7 +215,7 @@ def each_backward(
     both, numbers = gathered_pair(local, teacher, (scaled(local, g_N), residuals))
     logits, nll_weight = both.student, local.options.scalars.nll_weight
 
-    def step(chunk: Chunk, numbers_T: Any, sums: Gradients) -> Gradients:
+    def step(_: ChunkedLogits, chunk: Chunk, numbers_T: Any, sums: Gradients) -> Gradients:
         factor_T, known = numbers_T
         terms = both.recompute(chunk, list(known[:4]))
         dz, own_T = (

@@ -19,7 +19,7 @@ from xentlib.jax.core.call import Arrays, Options, Placement, as_gradients, sum_
 from xentlib.jax.core.gradients import Gradients, add_gradients, power_of_two
 from xentlib.jax.core.logits import Chunk, chunked_logits, scaled
 from xentlib.jax.core.loop import at_rows, gather_tokens, only_chunk, over_chunks, unpack
-from xentlib.jax.core.stats import all_stats, axes_of_stats, put_rows, stats_of
+from xentlib.jax.core.stats import all_stats, axes_of_stats, chunk_columns, put_rows, stats_of
 from xentlib.jax.core.tokens import target_info
 from xentlib.jax.core.vocab import upstream_of, vary, varying
 from xentlib.jax.derivatives import (
@@ -53,7 +53,7 @@ def nll_forward(
     The arrays are flat. The accumulators lack the upstream gradient.
     """
     compute = options.compute_dtype
-    logits = chunked_logits(options, whole_rows(options, arrays))
+    logits = chunked_logits(options, whole_rows(options, arrays), in_blocks=not any(needs))
     options, scalars = logits.options, logits.options.scalars
     count, valid_N = sum_over_devices(options, logits.num_valid), logits.tokens.valid
     everywhere = target_info(logits, slice(None))
@@ -81,7 +81,11 @@ def nll_forward(
 
     def body(chunk: Chunk, carry: Carry) -> Carry:
         # 3. to 5. Softmax without the target column, then the target
-        z_y, blocks, left = logits.kernels.stats(chunk.block, stats_wanted)
+        left = None
+        if any(needs):
+            z_y, blocks, left = logits.kernels.stats(chunk.block, stats_wanted)
+        else:
+            z_y, blocks, *_ = chunk_columns(logits, chunk, stats_wanted)
         stats = stats_of(logits, chunk.rows_T, z_y, blocks)
         values_7T = ALGEBRA.values(stats, target_info(logits, chunk.rows_T), scalars)
         rows_7M, sums = carry

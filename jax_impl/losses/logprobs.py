@@ -20,7 +20,7 @@ from xentlib.jax.core.call import Arrays, Options, Placement, as_gradients
 from xentlib.jax.core.gradients import Gradients, add_gradients, power_of_two
 from xentlib.jax.core.logits import Chunk, ChunkedLogits, chunked_logits, scaled
 from xentlib.jax.core.loop import gather_tokens, over_chunks, unpack
-from xentlib.jax.core.stats import all_stats, axes_of_stats, put_rows, stats_of
+from xentlib.jax.core.stats import all_stats, axes_of_stats, chunk_columns, put_rows, stats_of
 from xentlib.jax.core.vocab import upstream_of, vary, varying
 from xentlib.jax.derivatives import Needs, differentiable, primal_values, wanted
 from xentlib.jax.head import unwrapped
@@ -63,14 +63,14 @@ class Terms(NamedTuple):
 
 def logprobs_forward(options: Options, arrays: Arrays) -> tuple[LogprobOutput[Any], Residuals]:
     """Steps 2 to 5: per-token outputs, and what the backward needs of them. The arrays are flat."""
-    logits = chunked_logits(options, arrays)
+    logits = chunked_logits(options, arrays, in_blocks=True)
     options, eps = logits.options, logits.options.scalars.label_smoothing
     stats_wanted = WantedStats(options.entropy, eps > 0)
     local, (logits, _) = logits, gather_tokens(logits, ())
 
     def body(chunk: Chunk, packed_6M: jax.Array) -> jax.Array:
         # 3. to 5. Softmax without the target column, then the target
-        z_y, blocks, _ = logits.kernels.stats(chunk.block, stats_wanted)
+        z_y, blocks, *_ = chunk_columns(logits, chunk, stats_wanted)
         values = kept_values(stats_of(logits, chunk.rows_T, z_y, blocks), eps)
         return put_rows(logits, chunk, packed_6M, values)
 
@@ -109,7 +109,8 @@ def logprobs_backward(
     arrays: Arrays,
 ) -> dict[str, jax.Array | None]:
     """Gradients by name, from logits that are computed again."""
-    logits, has_head = chunked_logits(options, arrays), arrays.weight is not None
+    logits = chunked_logits(options, arrays, in_blocks=True)
+    has_head = arrays.weight is not None
     cleaned, exponent = clean_upstream(logits, upstream), None
     if has_head:
         sizes = jnp.stack([jnp.abs(g) for g in jax.tree.leaves(cleaned)])
@@ -120,9 +121,9 @@ def logprobs_backward(
     local, (logits, terms_N) = logits, gather_tokens(logits, terms_N)
 
     # 6. to 8. dz and the gradients
-    def step(chunk: Chunk, terms_T: Terms, sums: Gradients) -> Gradients:
+    def step(part: ChunkedLogits, chunk: Chunk, terms_T: Terms, sums: Gradients) -> Gradients:
         dz = coefficients(terms_T)
-        return add_gradients(logits, chunk, needs, sums, terms_T.kept_lse, dz)
+        return add_gradients(part, chunk, needs, sums, terms_T.kept_lse, dz)
 
     def dz_of(chunk: Chunk, terms_T: Terms) -> jax.Array:
         return dz_with_target(logits, chunk, terms_T.kept_lse, coefficients(terms_T))

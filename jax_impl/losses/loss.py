@@ -7,11 +7,13 @@ Shapes: N tokens, M = N filled up to chunks, T tokens of a chunk, V vocabulary.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
 
+from xentlib.jax.core.blocks import gradients_of_blocks
 from xentlib.jax.core.call import Arrays, Options, sum_over_devices
 from xentlib.jax.core.device import as_bits, from_bits
 from xentlib.jax.core.gemm import round_to
@@ -77,21 +79,26 @@ def head_gradients(
     logits: ChunkedLogits,
     needs: Needs,
     numbers_M: Any,
-    step: Callable[[Chunk, Any, Gradients], Gradients],
+    step: Callable[[ChunkedLogits, Chunk, Any, Gradients], Gradients],
     exponent: jax.Array | None,
     *used: Any,
 ) -> dict[str, jax.Array | None]:
-    """By name, from logits that are computed again: `step(chunk, numbers_T, sums)` adds those of a
-    chunk. `local` before tokens were gathered; `exponent` is the power of two that dz carries."""
+    """By name, from logits that are computed again: `step(logits, chunk, numbers_T, sums)` adds
+    those of a chunk, or of its logits of one block of classes. `local` before tokens were gathered;
+    `exponent` is the power of two that dz carries."""
 
-    def body(chunk: Chunk, sums: Gradients) -> Gradients:
-        return step(chunk, at_rows(logits, chunk, numbers_M), sums)
+    def body(part: ChunkedLogits, chunk: Chunk, sums: Gradients) -> Gradients:
+        return step(part, chunk, at_rows(logits, chunk, numbers_M), sums)
 
-    sums = vary(Gradients.zeros(logits, needs), varying(logits, (used, numbers_M)))
-    exchange = bool(logits.options.gathered)
-    sums = over_chunks(logits, body, sums, used, numbers_M, exchange=exchange)
-    gradients = sums.finished(logits, exponent)
-    return gradients.rounded(logits.options, local.tokens.valid, local.arrays.leaves)
+    if logits.block_classes:
+        gradients = gradients_of_blocks(logits, needs, body, exponent, used, numbers_M)
+    else:
+        sums = vary(Gradients.zeros(logits, needs), varying(logits, (used, numbers_M)))
+        exchange = bool(logits.options.gathered)
+        whole = partial(body, logits)
+        sums = over_chunks(logits, whole, sums, used, numbers_M, exchange=exchange)
+        gradients = sums.finished(logits, exponent)
+    return gradients.rounded(logits.options, local.arrays.leaves)
 
 
 def logits_gradient(
@@ -130,8 +137,11 @@ def scale_gradients(
     if options.gathered:
         # The head's sums are over all devices' tokens, and were made before any upstream gradient.
         head_factor = agreed_upstream(gradient, valid_N.any(), options.gathered)
-    factors = Gradients(token_factor, head_factor, head_factor, head_factor, head_factor)
+    factors = Gradients(token_factor, *[head_factor] * (len(accumulators) - 1))
     multiplied: Gradients = jax.tree.map(
         lambda x, factor: x * factor.astype(x.dtype), accumulators, factors
     )
-    return multiplied.rounded(options, valid_N, primals)
+    if multiplied.hidden.size:
+        d_hidden = jnp.where(valid_N[:, None], multiplied.hidden, 0.0)
+        multiplied = multiplied._replace(hidden=d_hidden)
+    return multiplied.rounded(options, primals)

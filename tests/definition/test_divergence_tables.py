@@ -9,7 +9,8 @@ import pytest
 from helpers.modules import ROOT
 from xentlib.math.divergence import KINDS as ARITHMETIC
 from xentlib.options import DIVERGENCES
-from xentlib.plan.memory import JAX_ARRAYS, TORCH_ARRAYS
+from xentlib.plan.memory import TORCH_ARRAYS
+from xentlib.plan.memory_jax import JAX_ARRAYS
 from xentlib.tools.parity.rows.divergences import KINDS, ONCE
 
 

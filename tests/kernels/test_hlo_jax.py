@@ -15,8 +15,10 @@ import pytest
 
 from xentlib.plan import (
     GPU_COLUMN_MULTIPLE,
+    GROUP_TOKENS,
     ChunkPlan,
     default_chunk_bytes,
+    even_classes,
     peak_bytes,
     plan_chunks,
 )
@@ -124,8 +126,21 @@ def products(head: Head, block: list[Instruction]) -> tuple[list[Instruction], l
     return large, small
 
 
-def check_loop(head: Head, made: Program, loop: list[Instruction], number: int) -> None:
-    """Of the head's products, with what is around them."""
+def block_of(head: Head) -> Head:
+    """Of classes, as log-probabilities and calls without a gradient read a head."""
+    return head._replace(vocab=even_classes(head.vocab), tokens=min(head.tokens, GROUP_TOKENS))
+
+
+def loops_of(head: Head, made: Program) -> list[list[Instruction]]:
+    """Those with a product of the head."""
+    return [loop for loop in made.loops if products(head, made.inner(loop))[0]]
+
+
+def check_loop(
+    head: Head, made: Program, loop: list[Instruction], number: int, *, block: bool = False
+) -> None:
+    """Of the head's products, with what is around them; of a `block` the targets' terms come in
+    another loop."""
     inner = made.inner(loop)  # JAX 0.11 has products of a slice in a fusion with it
     known = {x.name: x.result for x in inner}
     large, small = products(head, inner)
@@ -142,7 +157,7 @@ def check_loop(head: Head, made: Program, loop: list[Instruction], number: int) 
     moves = ("copy", "copy-start", "pad", "slice", "transpose", "concatenate")
     assert not [
         (x.opcode, x.result.dims)
-        for x in inner
+        for x in (loop if block else inner)  # what fills a block up is fused with its slice
         if x.opcode in moves and math.prod(x.result.dims) >= least
     ]
     if number == 1:
@@ -152,7 +167,7 @@ def check_loop(head: Head, made: Program, loop: list[Instruction], number: int) 
     (d_weight,) = (x for x in large if x.result.dims == head.weight)
     assert re_used(d_weight)
     assert made.moved(loop, {head.weight}) == 0
-    assert len(small) == -(-head.logits[0] // LABEL_GROUP)
+    assert len(small) == (0 if block else -(-head.logits[0] // LABEL_GROUP))
     work = sum(2 * x.result.dims[0] * x.result.dims[1] * LABEL_GROUP for x in small)
     assert work <= 0.01 * 3 * 2 * math.prod(head.logits) * head.hidden
 
@@ -178,21 +193,24 @@ def test_nll_and_gradients(head: Head) -> None:
 
 @pytest.mark.parametrize("head", PLAIN, ids=lambda head: head.text)
 def test_logprobs_and_gradients(head: Head) -> None:
-    """D5: four products a chunk; 8 bytes a logit forwards and 6 backwards."""
-    made = program(head, "logprobs")
-    first, second = made.loops
-    check_loop(head, made, first, 1)
-    check_loop(head, made, second, 3)
-    assert bytes_a_logit(head, made, first) == 8
-    assert bytes_a_logit(head, made, second) == 6
+    """D5: four products a chunk of a block of classes; 8 bytes a logit forwards and 6 backwards.
+    Catches: a sum of d weight that is as large as the head."""
+    head = head._replace(hidden=2048)  # not as many as tokens of a chunk
+    made, block = program(head, "logprobs"), block_of(head)
+    assert not products(head, [x for loop in made.loops for x in made.inner(loop)])[0]
+    first, second = loops_of(block, made)
+    check_loop(block, made, first, 1, block=True)
+    check_loop(block, made, second, 3, block=True)
+    assert bytes_a_logit(block, made, first) == 8
+    assert bytes_a_logit(block, made, second) == 6
 
 
 @pytest.mark.parametrize("kind", ["nll values", "logprobs values"])
 def test_values_alone(kind: str) -> None:
-    made = program(PLAIN[0], kind)
-    (loop,) = made.loops
-    check_loop(PLAIN[0], made, loop, 1)
-    assert bytes_a_logit(PLAIN[0], made, loop) == 8
+    made, block = program(PLAIN[0], kind), block_of(PLAIN[0])
+    (loop,) = loops_of(block, made)
+    check_loop(block, made, loop, 1, block=True)
+    assert bytes_a_logit(block, made, loop) == 8
 
 
 @pytest.mark.parametrize(
@@ -214,14 +232,17 @@ def test_options(option: tuple[str, Any], expected: int) -> None:
 def test_each_label_once_in_a_scatter() -> None:
     """A11: a GPU adds with atomics, in any order, unless no column comes twice."""
     for head in PLAIN:
-        for kind in ("nll", "logprobs"):
+        for kind, one, groups in (
+            ("nll", head, -(-head.logits[0] // LABEL_GROUP)),
+            ("logprobs", block_of(head), 1),  # in a loop
+        ):
             scatters = [
                 x
                 for block in program(head, kind).blocks.values()
                 for x in block
-                if x.opcode == "scatter" and x.result.dims == head.weight
+                if x.opcode == "scatter" and x.result.dims == one.weight
             ]
-            assert len(scatters) == -(-head.logits[0] // LABEL_GROUP)
+            assert len(scatters) == groups
             assert all("unique_indices=true" in x.rest for x in scatters)
 
 

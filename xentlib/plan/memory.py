@@ -12,18 +12,16 @@ from typing import Literal
 from xentlib.checks.validators import check_choice
 from xentlib.math.softmax import BLOCK_COLUMNS
 from xentlib.options import DIVERGENCES, ITEMSIZE, Divergence
+from xentlib.plan.memory_jax import jax_peak
 from xentlib.plan.split import (
     BLOCK_CLASSES,
-    CPU_COLUMN_MULTIPLE,
-    GPU_COLUMN_MULTIPLE,
     GROUP_TOKENS,
-    MIB,
     TILE_ROWS,
-    TPU_ROW_MULTIPLE,
     ChunkPlan,
     block_bytes,
     block_tokens,
     default_chunk_bytes,
+    is_in_blocks,
     pad_columns,
     pad_rows,
     plan_chunks,
@@ -34,18 +32,9 @@ LOGITS, SCRATCH, ROWS = "logits of a chunk", "scratch of the softmax", "rows of 
 OF_COLUMNS = "statistics of blocks of columns"
 WIDENED, D_WEIGHT, D_HIDDEN = "copy of the head", "sum of d weight", "sum of d hidden"
 
-# Of cuBLAS, as XLA gives it to each product.
-WORKSPACE = 32 * MIB
-
-# Of a divergence, arrays that stand at once beside both chunks: in PyTorch of a quarter of a block,
-# two more on a CPU; in JAX of a chunk, both chunks among them, with gradients and without. Counted,
-# as the bytes of a class are.
+# Of a divergence, arrays of a quarter of a block that stand at once beside both chunks, two more on
+# a CPU. Counted, as the bytes of a class are.
 TORCH_ARRAYS: dict[Divergence, int] = {"forward_kl": 15, "reverse_kl": 16, "jsd": 34}
-JAX_ARRAYS: dict[Divergence, tuple[int, int]] = {
-    "forward_kl": (15, 15),
-    "reverse_kl": (16, 16),
-    "jsd": (26, 23),
-}
 
 
 def peak_bytes(
@@ -71,10 +60,12 @@ def peak_bytes(
                                                        recompute only in 16 bits)
         both:  + float32 d weight and d hidden        (+ their rounded copies, in JAX)
 
-    PyTorch reads whole heads of more than 8,192 classes in blocks (`plan.in_blocks()`) with
-    `recompute` or without a gradient: chunk, scratch and copy of the head are those of a block, d
-    weight has the dtype of the head beside one block in float32, and 12 bytes of statistics are
-    kept for 128 classes of each token, of up to 4,096 tokens.
+    Whole heads of more than 8,192 classes, in JAX 8,064, are read in blocks (`plan.in_blocks()`)
+    with `recompute` or without a gradient: chunk, scratch and copy of the head are those of a
+    block, d weight has the dtype of the head beside one block in float32, and 12 bytes of
+    statistics are kept for 128 classes of each token, of up to 4,096 tokens. In JAX on a CPU
+    products of a block widen operands of 16 bits, and bfloat16 stands beside integers of as many
+    bits, of the head and of d weight.
 
     On a CPU with AMX the second computation of bfloat16 needs up to 8 % less, as products have no
     scratch there; on one without AVX-512 so does that of float32, up to a block in all.
@@ -132,7 +123,7 @@ def peak_bytes(
         return _with_classes(plan, dtype, gradient, kept, ids)
     if backend == "torch":
         how = dtype, gradient, recompute, platform, kernels
-        if in_blocks(plan, gradient=gradient, recompute=recompute):
+        if is_in_blocks(plan, gradient=gradient, recompute=recompute):
             return max(sum(x.values()) for x in walk_of_blocks(plan, plan.in_blocks(), *how))
         walk = torch_walk(plan, *how)
         if plan.teacher_size:
@@ -141,38 +132,7 @@ def peak_bytes(
         entries = (plan.vocab_size + plan.num_tokens) * plan.hidden_size
         rounded = platform != "cpu" and gradient and narrow < size
         return max(sum(walk.values()), entries * (size + narrow) if rounded else 0)
-    if platform != "cpu":
-        return _jax_on_accelerator(plan, dtype, gradient, recompute, platform)
-    size = plan.compute_itemsize
-    tokens = plan.even_tokens
-    more = -plan.vocab_size % CPU_COLUMN_MULTIPLE
-    chunk = tokens * (plan.vocab_size + more) * size
-    head, trunk = plan.vocab_size * plan.hidden_size, plan.num_tokens * plan.hidden_size
-    rows = tokens * plan.hidden_size * size
-    low = ITEMSIZE[dtype] < size
-    copies = trunk * ITEMSIZE[dtype] if low else 0
-    # Of a head that is filled up to whole tiles, and of its gradient.
-    copies += (head + more * plan.hidden_size) * ITEMSIZE[dtype] if more else 0
-    of_weight = head * size if more and not low else 0
-    # A loop of one chunk keeps the mask of the target column as bytes.
-    mask = chunk // size if plan.num_chunks == 1 else 0
-    if plan.teacher_size:
-        # Of what is filled up; where d weight will be is room for an array that fits.
-        filled = (plan.vocab_size + more) * plan.teacher_size * ITEMSIZE[dtype] if more else 0
-        copies += plan.num_tokens * plan.teacher_size * (size + ITEMSIZE[dtype]) if low else 0
-        arrays = JAX_ARRAYS[kind][not gradient] * chunk
-        if not gradient:
-            return arrays + copies + filled
-        shared = max((x for x in (chunk, filled) if x <= of_weight), default=0)
-        sums = (head + trunk) * (size + (ITEMSIZE[dtype] if low else 0))
-        return arrays + copies + filled + of_weight - shared + sums
-    if not gradient:
-        return chunk + mask + rows + copies + (rows * 3 // 2 if low else 0)
-    # Beside a chunk: its dz, or the GEMM's addend to d weight, whichever is larger.
-    dz = (chunk // 2 if low else 0) if recompute else chunk
-    total = chunk + max(dz, head * size) + mask + 2 * rows + copies + (head + trunk) * size
-    total += of_weight
-    return total + (head * size + (head + trunk) * ITEMSIZE[dtype] if low else 0)
+    return jax_peak(plan, dtype, gradient, recompute, platform, kind)
 
 
 def torch_walk(
@@ -204,12 +164,6 @@ def torch_walk(
         D_WEIGHT: head * size if gradient else 0,
         D_HIDDEN: trunk * size if gradient else 0,
     }
-
-
-def in_blocks(plan: ChunkPlan, *, gradient: bool, recompute: bool) -> bool:
-    """Whether PyTorch computes blocks of classes one after the other, of a head of one process."""
-    whole = plan.teacher_size or plan.vocab_size <= BLOCK_CLASSES
-    return (recompute or not gradient) and not whole
 
 
 def walk_of_blocks(
@@ -273,34 +227,6 @@ def _with_classes(plan: ChunkPlan, dtype: str, gradient: bool, kept: int, ids: i
     before = walk[LOGITS] + walk[WIDENED] + n * (55 * kept + 60 * ids)
     during = sum(walk.values()) + n * (24 * kept + 28 * ids)
     return max(before, during)
-
-
-def _jax_on_accelerator(
-    plan: ChunkPlan, dtype: str, gradient: bool, recompute: bool, platform: str
-) -> int:
-    size, narrow, on_tpu = plan.compute_itemsize, ITEMSIZE[dtype], platform == "tpu"
-    more, tokens = -plan.vocab_size % GPU_COLUMN_MULTIPLE, plan.even_tokens
-    tokens += -tokens % TPU_ROW_MULTIPLE if on_tpu else 0
-    columns = plan.vocab_size + more
-    head, trunk = columns * plan.hidden_size, plan.num_tokens * plan.hidden_size
-    chunk, rows = tokens * columns, tokens * plan.hidden_size
-    filled, workspace = 0 if on_tpu or not more else head * narrow, 0 if on_tpu else WORKSPACE
-    alone = chunk * size + rows * narrow + filled + workspace
-    if not gradient:
-        return alone
-    # On a TPU dz is stored beside the logits of a V that was filled up; computed again, in their
-    # place, by the product that makes them.
-    dz_alone = on_tpu and recompute
-    stored = dz_alone or more or not on_tpu
-    logits, dz = 0 if dz_alone else chunk * size, chunk * narrow if stored else 0
-    d_weight = head * narrow if more or narrow < size else 0
-    d_hidden = trunk * narrow if narrow < size else 0
-    # Where d weight will be is room for an array of the loop: for the largest that fits.
-    scratch = (logits, dz, rows * size)
-    shared = max((x for x in scratch if x <= d_weight), default=0)
-    total = logits + dz + rows * (narrow + 2 * size) + (head + trunk) * size
-    alone += d_weight + d_hidden if on_tpu else 0  # which are counted all along there
-    return max(alone, total + filled + d_weight + d_hidden - shared + workspace)
 
 
 def given_peak_bytes(

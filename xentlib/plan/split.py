@@ -28,6 +28,10 @@ TILE_ROWS = 64
 # logits of 8,192 tokens are 256 MiB then, and d hidden is read and written once for a product of
 # 8,192 terms: 8 bytes of it for 16,384 operations.
 BLOCK_CLASSES = 8192
+# The same in JAX, at most, and an odd number of 128 columns: where rows of logits begin 8,192
+# numbers of 4 bytes after each other, XLA's product of them with the hidden states takes a CPU 1.9
+# times as long as at 8,064 or 8,320.
+XLA_BLOCK_CLASSES = 63 * BLOCK_COLUMNS
 # Tokens whose statistics of all these blocks are made before those of others, of a vocabulary that
 # is not sharded: three numbers of a token and 128 classes. The head is read once for each group, 2
 # bytes an entry for 8,192 operations.
@@ -135,11 +139,17 @@ class ChunkPlan:
     def chunk_bytes(self) -> int:
         return self.chunk_tokens * self.vocab_size * self.compute_itemsize
 
-    def in_blocks(self) -> ChunkPlan:
-        """Of one block of classes, which all tokens pass before the next one: the plan of calls in
-        PyTorch whose logits are computed twice or have no gradient, and whose heads are larger."""
-        columns = min(self.vocab_size, BLOCK_CLASSES)
-        rows = chunk_rows(self.num_tokens, columns * self.compute_itemsize, self.max_chunk_bytes)
+    def in_blocks(self, backend: str = "torch") -> ChunkPlan:
+        """Of one block of classes, which all tokens pass before the next one: the plan of calls
+        whose logits are computed twice or have no gradient, and whose heads are larger."""
+        columns, budget = min(self.vocab_size, BLOCK_CLASSES), self.max_chunk_bytes
+        if backend == "jax":  # whose budget is that of whole rows
+            columns, row_bytes = (
+                even_classes(self.vocab_size),
+                self.vocab_size * self.compute_itemsize,
+            )
+            budget = budget or default_chunk_bytes("cpu", row_bytes=row_bytes)
+        rows = chunk_rows(self.num_tokens, columns * self.compute_itemsize, budget)
         return replace(self, vocab_size=columns, chunk_tokens=rows)
 
     def bounds(self) -> Iterator[tuple[int, int]]:
@@ -151,6 +161,23 @@ class ChunkPlan:
         """Rows of a chunk that fit `budget` bytes: what elementwise passes take while cached."""
         rows = block_tokens(budget, self.vocab_size, self.compute_itemsize)
         return min(rows, self.chunk_tokens)
+
+
+def even_classes(vocab_size: int, most: int = XLA_BLOCK_CLASSES) -> int:
+    """Classes of a block of a head, at most so many, where a program computes all blocks whole: an
+    odd number of 128 columns, in as many blocks."""
+    blocks = -(-vocab_size // max(1, most))
+    columns = -(-vocab_size // BLOCK_COLUMNS)
+    return (-(-columns // max(1, blocks)) | 1) * BLOCK_COLUMNS
+
+
+def is_in_blocks(
+    plan: ChunkPlan, *, gradient: bool, recompute: bool, most: int = BLOCK_CLASSES
+) -> bool:
+    """Whether blocks of classes are computed one after the other, of a head of one process, with
+    `most` of them in a block."""
+    whole = plan.teacher_size or plan.vocab_size <= most
+    return (recompute or not gradient) and not whole
 
 
 def pad_rows(rows: int) -> int:
