@@ -224,15 +224,16 @@ def add_targets_of_block(
     assert part.shard is not None
     options, axis = part.options, int(transposed(part.options))
     first = part.shard.start
-    start, stop = jnp.searchsorted(classes_M, jnp.stack([first, part.shard.stop]))
-    count = min(LABEL_GROUP, classes_M.size)
+    # Not a search, which has no program for any number of tokens.
+    start, stop = ((classes_M < x).sum(dtype=jnp.int32) for x in (first, part.shard.stop))
+    count = min(LABEL_GROUP, part.chunk_rows)
 
     def body(group: jax.Array, both: Any) -> Any:
         weight, bias = both
         at_T = start + group * count + jnp.arange(count, dtype=start.dtype)
-        inside_T, at_T = at_T < stop, jnp.minimum(at_T, classes_M.size - 1)
-        y_T = jnp.where(inside_T, classes_M[at_T] - first, ELSEWHERE)
-        rows_T = by_class_M[at_T]
+        inside_T = at_T < stop
+        y_T = jnp.where(inside_T, classes_M.at[at_T].get(mode="clip") - first, ELSEWHERE)
+        rows_T = by_class_M.at[at_T].get(mode="clip")
         dz_y_T = jnp.where(inside_T, sums.target[rows_T], 0.0)
         if needs.bias:
             bias = bias + add_targets(jnp.zeros_like(bias), y_T, dz_y_T)

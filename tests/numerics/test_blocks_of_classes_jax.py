@@ -12,7 +12,7 @@ import pytest
 
 from helpers.measured import by_id, hold
 from xentlib.contract import check, failures
-from xentlib.tools.harness.cases import CHUNK_CASES
+from xentlib.tools.harness.cases import CHUNK_CASES, low_precision
 from xentlib.tools.harness.findings import Findings
 from xentlib.tools.harness.problems import Case, build
 from xentlib.tools.parity.rows import invariant
@@ -22,6 +22,7 @@ jax = pytest.importorskip("jax")
 pytestmark = [pytest.mark.jax, pytest.mark.optimized]
 
 import jax.numpy as jnp  # noqa: E402
+from jax import export  # noqa: E402
 from jax.sharding import AxisType, NamedSharding  # noqa: E402
 from jax.sharding import PartitionSpec as P  # noqa: E402
 
@@ -205,13 +206,30 @@ def test_which_calls_are_read_in_blocks() -> None:
         assert widths(logprob, hidden, weight) == {"384"}
 
 
-@pytest.mark.parametrize("case", LARGE, ids=by_id)
+@pytest.mark.parametrize("case", [*LARGE, *low_precision(LARGE[1:2], "float16")], ids=by_id)
 def test_against_the_oracle(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A0, A5, A6, A7. Catches: d hidden that is rounded after each block, d weight before its last
-    token."""
+    """A0, A5, A6, A7, A16. Catches: d hidden that is rounded after each block, d weight before its
+    last token, a power of two that is left in a gradient."""
     seen = seen_blocks(monkeypatch)
     hold(per_token.against_oracle, ("jax",), build(case, 7))
     assert set(seen) == {"columns_of_blocks", "gradients_of_blocks"}
+
+
+def test_a_program_for_any_number_of_tokens() -> None:
+    """With gradients. Catches: labels of a block that are searched for."""
+    of = arrays()
+    (tokens,) = export.symbolic_shape("n")
+
+    def total(hidden: Any, weight: Any, labels: Any) -> Any:
+        return chunked_logprobs(hidden, weight, labels).logprobs.sum()
+
+    function = jax.jit(jax.grad(total, (0, 1)))
+    shapes = [jax.ShapeDtypeStruct((tokens, WIDTH), jnp.float32), of["weight"]]
+    exported = export.export(function)(*shapes, jax.ShapeDtypeStruct((tokens,), jnp.int32))
+    three = of["hidden"], of["weight"], of["labels"].astype(jnp.int32)
+    for x, y in zip(exported.call(*three), function(*three), strict=True):
+        reference = np.asarray(y, np.float64)
+        assert not failures(check("A6", np.asarray(x), reference, metrics=("rho / u",)))
 
 
 @pytest.mark.parametrize("case", LARGE[1:3], ids=by_id)
