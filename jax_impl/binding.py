@@ -102,11 +102,12 @@ def bind(
         place=place,
         gathered=gathered,
     )
-    # The compiler splits whole products over an Auto mesh, and d weight is summed over devices that
-    # have pieces of it in the compute dtype.
-    pieces = place is not None and any((*place.weight_cut, *place.bias_cut))
-    if low is None and not gathered and not pieces and alone(hidden, weight):
-        options = options._replace(block_classes=XLA_BLOCK_CLASSES)
+    if vocab_size > XLA_BLOCK_CLASSES and low is None and not gathered:
+        # The compiler splits whole products over an Auto mesh, and d weight is summed over devices
+        # that have pieces of it in the compute dtype.
+        pieces = place is not None and any((*place.weight_cut, *place.bias_cut))
+        if not pieces and alone(hidden, weight):
+            options = options._replace(block_classes=XLA_BLOCK_CLASSES)
     adapters: dict[str, Any] = {}
     if low is not None:
         adapters = {"low_in": array(low.a), "low_out": array(low.b), "keep": array(low.keep)}

@@ -43,7 +43,7 @@ class Gradients(NamedTuple):
     low_in: jax.Array
     low_out: jax.Array
     # [M] dz of the target, for packed rows: in a block of classes its terms come after the products
-    target: jax.Array
+    target: Any = ()
 
     @classmethod
     def zeros(cls, logits: ChunkedLogits, needs: Needs) -> Gradients:
@@ -60,7 +60,6 @@ class Gradients(NamedTuple):
             jnp.zeros((columns if needs.bias else 0,), compute),
             jnp.zeros(a if needs.low_in else (0, 0), compute),
             jnp.zeros(b if needs.low_out else (0, 0), compute),
-            jnp.zeros((0,), compute),
         )
 
     def finished(self, logits: ChunkedLogits, exponent: jax.Array | None) -> Gradients:
@@ -68,7 +67,7 @@ class Gradients(NamedTuple):
         gradients = self
         if exponent is not None:
             unscale = jnp.ldexp(jnp.ones((), logits.options.compute_dtype), -exponent)
-            gradients = Gradients(*(x * unscale for x in self))
+            gradients = jax.tree.map(lambda x: x * unscale, self)
         columns, weight = logits.columns, gradients.weight
         if logits.operand is None or columns % device_info().column_multiple == 0:
             return gradients

@@ -137,7 +137,7 @@ def scale_gradients(
     if options.gathered:
         # The head's sums are over all devices' tokens, and were made before any upstream gradient.
         head_factor = agreed_upstream(gradient, valid_N.any(), options.gathered)
-    factors = Gradients(token_factor, *[head_factor] * (len(accumulators) - 1))
+    factors = Gradients(token_factor, head_factor, head_factor, head_factor, head_factor)
     multiplied: Gradients = jax.tree.map(
         lambda x, factor: x * factor.astype(x.dtype), accumulators, factors
     )
