@@ -44,7 +44,6 @@ from jax.sharding import PartitionSpec as P
 import xentlib.jax as ours
 from helpers.instructions import Instruction, Program
 from xentlib.plan import (
-    GROUP_TOKENS,
     SMALL_TPU_BYTES,
     SMALL_TPUS,
     TPU_ROW_MULTIPLE,
@@ -273,7 +272,6 @@ def read(head: Head, name: str, kind: str, made: Any) -> dict[str, Any]:
     plan = plan_of(head, name, kind)
     plan = plan.in_blocks("jax") if name in IN_BLOCKS else plan
     classes, tokens = plan.vocab_size, plan.even_tokens
-    tokens = min(tokens, GROUP_TOKENS) if name in IN_BLOCKS else tokens
     tokens += -tokens % TPU_ROW_MULTIPLE if name not in PEERS else 0
     if name in (SOFT, LOGITS[0]):  # rows are in the order of the tokens, in whole chunks
         tokens = next(n for n in range(tokens, 0, -TPU_ROW_MULTIPLE) if head.tokens % n == 0)

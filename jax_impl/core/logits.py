@@ -5,6 +5,7 @@ Shapes: N tokens, V vocabulary, H hidden width, T tokens of a chunk, M = N fille
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import jax
@@ -121,6 +122,8 @@ def chunked_logits(
         max_chunk_bytes=options.chunk_bytes,
         least=device_info().least_rows,
     )
+    if size:
+        plan = replace(plan, chunk_tokens=min(plan.chunk_tokens, GROUP_TOKENS))
     first: Any = None  # the first column that is no class, where there may be one
     if shard is not None and not isinstance(shard.padding, int):
         first = shard.size
@@ -141,7 +144,6 @@ def chunked_logits(
         bias = None if bias is None else jnp.pad(bias, (0, more))
         low_out = None if low_out is None else jnp.pad(low_out, ((0, more), (0, 0)))
     rows = plan.even_tokens if isinstance(num_tokens, int) else plan.chunk_tokens
-    rows = min(rows, GROUP_TOKENS) if size else rows
     rows = max(rows, pad_rows(-(-device_info().least_entries // max(1, columns))))
     rows += -rows % device_info().row_multiple
     if options.gathered:  # as many of each device

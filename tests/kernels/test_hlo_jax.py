@@ -15,10 +15,8 @@ import pytest
 
 from xentlib.plan import (
     GPU_COLUMN_MULTIPLE,
-    GROUP_TOKENS,
     ChunkPlan,
     default_chunk_bytes,
-    even_classes,
     peak_bytes,
     plan_chunks,
 )
@@ -128,7 +126,8 @@ def products(head: Head, block: list[Instruction]) -> tuple[list[Instruction], l
 
 def block_of(head: Head) -> Head:
     """Of classes, as log-probabilities and calls without a gradient read a head."""
-    return head._replace(vocab=even_classes(head.vocab), tokens=min(head.tokens, GROUP_TOKENS))
+    plan = head.plan.in_blocks("jax")
+    return head._replace(vocab=plan.vocab_size, tokens=plan.even_tokens)
 
 
 def loops_of(head: Head, made: Program) -> list[list[Instruction]]:

@@ -7,7 +7,6 @@ from xentlib.options import ITEMSIZE, Divergence
 from xentlib.plan.split import (
     CPU_COLUMN_MULTIPLE,
     GPU_COLUMN_MULTIPLE,
-    GROUP_TOKENS,
     MIB,
     TPU_ROW_MULTIPLE,
     XLA_BLOCK_CLASSES,
@@ -75,7 +74,7 @@ def _in_blocks(plan: ChunkPlan, dtype: str, gradient: bool, platform: str) -> in
     """Of a call whose head is read in blocks: the larger of its forward and of its backward."""
     blocks, size, narrow = plan.in_blocks("jax"), plan.compute_itemsize, ITEMSIZE[dtype]
     columns, hidden_size, on_cpu = blocks.vocab_size, plan.hidden_size, platform == "cpu"
-    tokens = min(blocks.even_tokens, GROUP_TOKENS)
+    tokens = blocks.even_tokens
     tokens += -tokens % TPU_ROW_MULTIPLE if platform == "tpu" else 0
     low, workspace = narrow < size, WORKSPACE if platform in ("gpu", "cuda") else 0
     # A CPU widens operands of 16 bits, and keeps bfloat16 beside integers of as many bits.

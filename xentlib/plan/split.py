@@ -8,9 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from typing import Literal
 
 from xentlib.arguments import Scalars
-from xentlib.checks.validators import check_plan_arguments, plain
+from xentlib.checks.validators import check_choice, check_plan_arguments, plain
 from xentlib.math.softmax import BLOCK_COLUMNS, WORD_BITS
 from xentlib.options import ITEMSIZE
 
@@ -139,17 +140,20 @@ class ChunkPlan:
     def chunk_bytes(self) -> int:
         return self.chunk_tokens * self.vocab_size * self.compute_itemsize
 
-    def in_blocks(self, backend: str = "torch") -> ChunkPlan:
+    def in_blocks(self, backend: Literal["torch", "jax"] = "torch") -> ChunkPlan:
         """Of one block of classes, which all tokens pass before the next one: the plan of calls
-        whose logits are computed twice or have no gradient, and whose heads are larger."""
-        columns, budget = min(self.vocab_size, BLOCK_CLASSES), self.max_chunk_bytes
-        if backend == "jax":  # whose budget is that of whole rows
-            columns, row_bytes = (
-                even_classes(self.vocab_size),
-                self.vocab_size * self.compute_itemsize,
-            )
+        whose logits are computed twice or have no gradient, and whose heads are larger.
+
+        Raises:
+            ValueError: another backend.
+        """
+        check_choice("backend", backend, ("torch", "jax"))
+        columns, budget, most = min(self.vocab_size, BLOCK_CLASSES), self.max_chunk_bytes, MAX_ROWS
+        if backend == "jax":  # whose budget is that of whole rows, and whose chunks are groups
+            row_bytes = self.vocab_size * self.compute_itemsize
             budget = budget or default_chunk_bytes("cpu", row_bytes=row_bytes)
-        rows = chunk_rows(self.num_tokens, columns * self.compute_itemsize, budget)
+            columns, most = even_classes(self.vocab_size), GROUP_TOKENS
+        rows = min(chunk_rows(self.num_tokens, columns * self.compute_itemsize, budget), most)
         return replace(self, vocab_size=columns, chunk_tokens=rows)
 
     def bounds(self) -> Iterator[tuple[int, int]]:
