@@ -92,6 +92,7 @@ def bind(
         mean=args.reduction == "mean",
         entropy=args.entropy or "entropy" in args.outputs,
         predicted="predicted" in args.outputs,
+        recompute=args.recompute,
         gemm_dtype=problem.gemm_dtype,
         compute_dtype=compute,
         output_dtype=problem.output_dtype,

@@ -73,6 +73,7 @@ def chunked_nll(
     gather: Gather = "head",
     tokens_per_rank: int | None = None,
     reduce_hidden_grad: bool = True,
+    recompute: bool = False,
     compute_dtype: ComputeDtype | None = None,
     max_chunk_bytes: int | None = None,
     weight_layout: WeightLayout = "VH",
@@ -97,7 +98,8 @@ def chunked_nll(
     Gradients for `hidden`, `weight` and `bias` are computed in the forward pass, chunk by chunk:
     three GEMMs, one where no gradient is wanted. With `vocab_parallel` and several chunks the
     statistics of all shards must be known first: `xentlib.plan.exchanges_per_chunk` says whether
-    they are exchanged in every chunk, or once for a fourth GEMM. All other arguments are
+    they are exchanged in every chunk, or once for a fourth GEMM. With `recompute` the forward makes
+    the loss alone, of one GEMM, and the backward the other three. All other arguments are
     constants; asking for their gradient raises.
 
     Args:
@@ -167,6 +169,10 @@ def chunked_nll(
             the head sums the parts (Megatron's copy to the tensor-parallel region, a gather of the
             sequence whose backward is a reduce-scatter). Each part is rounded to the dtype of
             `hidden` first.
+        recompute: compute the gradients in the backward, from logits that are computed again: four
+            GEMMs in place of three, and far less memory. The sum of d weight in float32, [V, H], is
+            gone, and no gradient waits between forward and backward, whose head must be as it was.
+            Not of class probabilities.
         compute_dtype: None for float32 (float64 for float64 inputs); "float64" is the audit mode,
             everything in float64 and rounded once (in JAX it needs 64-bit types switched on).
         max_chunk_bytes: budget of the logits of one chunk; None for the default of the device.
@@ -217,6 +223,7 @@ def chunked_nll(
             gather=gather,
             tokens_per_rank=tokens_per_rank,
             reduce_hidden_grad=reduce_hidden_grad,
+            recompute=recompute,
             compute_dtype=compute_dtype,
             max_chunk_bytes=max_chunk_bytes,
             weight_layout=weight_layout,

@@ -37,13 +37,16 @@ def run_forward_hooks(call: Any, loss: Any, output: tuple[Tensor, ...]) -> None:
         node.observed = of_observers  # type: ignore[attr-defined]  # its context in the backward
 
 
-def run_compiled_hooks(call: Any, loss: Any, output: tuple[Tensor, ...]) -> None:
-    """At the end of the operator where a compiled program has called it. A CUDA graph that is
+def in_compiled(call: Any) -> bool:
+    """Whether a compiled program has called an operator that is looked at. A CUDA graph that is
     recorded has no numbers, and what it replays calls nobody."""
     if not LOSS_HOOKS or EAGER:
-        return
-    if call.hidden.is_cuda and torch.cuda.is_current_stream_capturing():
-        return
+        return False
+    return not (call.hidden.is_cuda and torch.cuda.is_current_stream_capturing())
+
+
+def run_compiled_hooks(call: Any, loss: Any, output: tuple[Tensor, ...]) -> None:
+    """At the end of such an operator: its outputs, gradients and the mask."""
     for observer in LOSS_HOOKS:
         observer.compiled(call, loss, output)
 

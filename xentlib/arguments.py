@@ -65,6 +65,7 @@ class Arguments(NamedTuple):
     gather: Gather = "head"
     tokens_per_rank: int | None = None
     reduce_hidden_grad: bool = True
+    recompute: bool = False
     compute_dtype: ComputeDtype | None = None
     max_chunk_bytes: int | None = None
     weight_layout: WeightLayout = "VH"

@@ -51,6 +51,7 @@ class Options(NamedTuple):
     mean: bool = False
     entropy: bool = False
     predicted: bool = False
+    recompute: bool = False  # gradients of a loss in its backward, from logits computed again
     kept: int = -1  # how many of further classes are of a kept set; -1: none is kept
     top_k: int = 0  # how many of the most probable classes the call finds
     transposed: bool = False

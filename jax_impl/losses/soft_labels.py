@@ -48,7 +48,7 @@ from xentlib.nll import OUTPUTS, NLLOutput
 def soft_nll(args: Arguments, place: Placement | None = None) -> NLLOutput[Any]:
     """`chunked_nll` of arguments whose labels are class probabilities."""
     soft: Any = args.labels
-    check_soft_options(args.outputs, args.gather)
+    check_soft_options(args)
     only_arrays(hidden=unwrapped(args.hidden))
     args = args._replace(labels=labels_for(unwrapped(args.hidden), None))
     options, arrays = bind(args, place)

@@ -45,6 +45,7 @@ class Setup:
 
     model: tuple[str, ...] = ()  # "tied", "bias", "inside"
     function: str = "chunked_nll"
+    recompute: bool = False
     frozen: bool = False  # all but the head
     fixed: tuple[str, ...] = ()  # of the head, what is not trained
     checkpoint: bool = False
@@ -100,7 +101,7 @@ def loss_of(
     if setup.audit:
         more["compute_dtype"] = "float64"
     if setup.function == "chunked_nll":
-        more["denominator"] = denominator
+        more |= {"denominator": denominator, "recompute": setup.recompute}
 
     def result(hidden: Any) -> Any:
         if setup.road == "NLLHead":

@@ -15,7 +15,7 @@ if not (TORCH.is_dir() and PAGE.is_file()):
     pytest.skip("the sources are not there", allow_module_level=True)
 
 # May only get smaller, but for a function with an operator of its own.
-OPERATORS = 8  # of PyTorch: nll, log-probabilities, classes, divergences, and a check of ranks
+OPERATORS = 9  # of PyTorch: nll, log-probabilities, classes, divergences, and a check of ranks
 # Files, `__init__.py` apart. All that a loss is stands in them, and none has more than 400 lines.
 LOSSES = {"torch_impl": 11, "jax_impl": 10}
 # What losses share, and those that others are made of: a top-K divergence of log-probabilities of

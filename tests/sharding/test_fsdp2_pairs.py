@@ -33,7 +33,7 @@ CHOICES: dict[str, tuple[Any, ...]] = {
     "checkpoint": (False, True),
     "divide": (None, 1.0),
     "fixed": ((), ("bias",), ("weight", "bias")),
-    "function": ("chunked_nll", "chunked_logprobs"),
+    "function": ("chunked_nll", "chunked_nll, recompute", "chunked_logprobs"),
     "chunk": (None, 8),
     "idle": (False, True),  # a rank has no token that counts
 }
@@ -75,7 +75,8 @@ def setup_of(row: dict[str, Any]) -> Sharded:
         checkpoint=row["checkpoint"],
         divide=row["divide"],
         fixed=row["fixed"],
-        function=row["function"],
+        function=row["function"].removesuffix(", recompute"),
+        recompute=row["function"].endswith("recompute"),
         chunk=row["chunk"],
         idle=row["idle"],
         **WRAPS[row["wrap"]],
@@ -98,7 +99,7 @@ def test_every_two_choices_meet() -> None:
 def simplest(setup: Sharded) -> Sharded:
     """The same loss of a gathered head, in the same dtypes."""
     policy = setup.policy.removesuffix(", offload")
-    names = ("model", "beside", "steps", "fixed", "function", "idle")
+    names = ("model", "beside", "steps", "fixed", "function", "recompute", "idle")
     kept = {name: getattr(setup, name) for name in names}
     return Sharded(policy=policy, **kept)
 

@@ -37,6 +37,8 @@ HELD = {
     "many chunks": replace(HIDDEN, chunk=8),
     "rank without tokens": replace(HIDDEN, idle=True),
     "per token": replace(HIDDEN, function="chunked_logprobs", chunk=8, model=("bias",)),
+    "recompute": replace(HIDDEN, recompute=True, chunk=8, model=("bias",)),
+    "recompute, rank without tokens": replace(HIDDEN, recompute=True, idle=True),
     "inside": replace(HIDDEN, model=("inside",)),
     "frozen trunk": replace(HIDDEN, frozen=True),
     "two calls": replace(HIDDEN, calls=2),

@@ -25,6 +25,7 @@ DIFFER: dict[str, Callable[[bool], dict[str, Any]]] = {
     "another softcap": lambda last: {"softcap": 30.0 + last},
     "label_smoothing": lambda last: {"label_smoothing": 0.1 * last},
     "z_loss": lambda last: {"z_loss": 1e-3 * last},
+    "recompute": lambda last: {"recompute": last},
     "logit_scale": lambda last: {"logit_scale": 1.0 + last / 16},
     "class weights on one": lambda last: {"class_weights": torch.ones(V) if last else None},
     "class weights": lambda last: {"class_weights": torch.linspace(0.5, 1.5, V).roll(int(last))},
@@ -50,7 +51,7 @@ DIFFER: dict[str, Callable[[bool], dict[str, Any]]] = {
 }
 # Of `vocab_parallel`, whose ranks compare in the first MAX: what changes the size or the number of
 # collectives, and is not compared before them. The docs' table has the same rows.
-SIZES = ("compute_dtype", "number of tokens")  # of the MAX itself: on a host too
+SIZES = ("compute_dtype", "number of tokens", "recompute")  # of the MAX itself: on a host too
 OF_CALLS = ("function", "ids", "divergence", "no_grad", "rows undeclared")
 WAITS = (*OF_CALLS, "max_chunk_bytes", "softcap", *SIZES)
 # In rows of others: "divergence" and "ids".

@@ -34,6 +34,7 @@ PADDED = {"one class": 1, "all rows of one rank": 9}
 WAYS: dict[str, dict[str, Any]] = {
     "mean, class weights": {"weighed": True},
     "sum": {"reduction": "sum"},
+    "recompute": {"weighed": True, "recompute": True, "label_smoothing": 0.1},
     "per token": {"entropy": True},
 }
 

@@ -28,6 +28,7 @@ HELD = {
     "stage 3, many chunks": Zero(chunk=8),
     "stage 3, rank without tokens": Zero(idle=True),
     "stage 3, per token": Zero(function="chunked_logprobs", chunk=8),
+    "stage 3, recompute": Zero(recompute=True, chunk=8),
     "stage 3, inside": Zero(model=("inside", "bias")),
     "stage 3, inside, per token": Zero(model=("inside",), function="chunked_logprobs"),
     "stage 3, tied": Zero(model=("tied",)),

@@ -30,6 +30,7 @@ HELD = {
     "many chunks": Trained(chunk=8),
     "rank without tokens": Trained(idle=True),
     "per token": Trained(function="chunked_logprobs", chunk=8, model=("bias",)),
+    "recompute": Trained(recompute=True, chunk=8, model=("bias",)),
     "two micro-batches": TWO,
     "two micro-batches, clipped": CLIPPED,
     "two micro-batches, per token": replace(TWO, function="chunked_logprobs"),

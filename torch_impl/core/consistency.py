@@ -33,6 +33,7 @@ FUNCTIONS = (
     "the backward of chunked_divergence",
     "the teacher of chunked_divergence",
     "vocab_parallel_divergence",
+    "the backward of chunked_nll",
 )
 # Sums with random signs, each in units of the root of its sum of squares: those of other tokens
 # differ by about 1.4, those of one tensor in two roundings of bfloat16 by 0.004.
@@ -272,6 +273,7 @@ class Terms(NamedTuple):
     d_entropy: bool = False  # this rank's loss uses the entropy
     kind: float = 0.0  # of a divergence and of its teacher, as a number
     more_classes: float = 0.0  # that its teacher has on this rank
+    recompute: bool = False  # gradients of a loss come in its backward
 
     @property
     def of_loss(self) -> bool:
@@ -376,6 +378,7 @@ def same_numbers(call: HeadCall, terms: Terms, route: str) -> dict[str, float]:
         "the classes of the teacher": terms.more_classes,
         "entropy" if "logprobs" in terms.function else "outputs": terms.outputs,
         "reduction": terms.mean,
+        "recompute": terms.recompute,
     }
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from xentlib.arguments import Arguments
 from xentlib.checks.call import CALLS, is_soft
-from xentlib.math.softmax import TokenStats, WantedStats
+from xentlib.math.softmax import Coefficients, TokenStats, WantedStats
 from xentlib.nll import OUTPUTS, NLLOutput
 from xentlib.torch import hooks
 from xentlib.torch.array_spec import as_tensor
@@ -28,7 +28,10 @@ from xentlib.torch.core.loop import HeadLoop, Objective, Out, run
 from xentlib.torch.core.stats import all_stats, at_rows, chunk_stats
 from xentlib.torch.core.tokens import Selected, target_info
 from xentlib.torch.losses.loss import (
+    Recompute,
+    as_inputs,
     check_consistent,
+    recompute,
     reduced,
     refused_divisor,
     save_gradients,
@@ -37,8 +40,21 @@ from xentlib.torch.losses.loss import (
     without_autocast,
 )
 from xentlib.torch.micro_batch import label_loss
-from xentlib.torch.operators import HeadCall, RowLayout, operator, wanted, without_gradient
+from xentlib.torch.operators import (
+    DIFFERENTIATED,
+    HeadCall,
+    Named,
+    RowLayout,
+    differentiated_once,
+    keep_call,
+    kept_call,
+    operator,
+    wanted,
+    without_gradient,
+)
 from xentlib.torch.placement.head import with_head
+
+NAMES = "chunked_nll", "F.cross_entropy"  # of the function, and of what to use instead
 
 
 class Loss(NamedTuple):
@@ -52,6 +68,7 @@ class Loss(NamedTuple):
     predicted: bool
     output_dtype: torch.dtype
     needs: list[bool]  # gradients of hidden, weight, bias
+    recompute: bool  # in a backward, from logits that are computed again
 
 
 class IndexLabels(Objective):
@@ -60,9 +77,13 @@ class IndexLabels(Objective):
 
     num_values = 7
 
-    def __init__(self, loop: HeadLoop, wanted_stats: WantedStats, needs: list[bool]) -> None:
+    def __init__(
+        self, loop: HeadLoop, wanted_stats: WantedStats, needs: list[bool], *, keep: bool
+    ) -> None:
+        """`keep`: the statistics of all tokens, for a backward."""
         self.loop, self.wanted, self.scalars = loop, wanted_stats, loop.call.scalars
-        self.when, self.needs_dz = loop.schedule(needs), any(needs)
+        self.when = "two passes" if keep else loop.schedule(needs)
+        self.needs_dz = any(needs)
         # A gradient of the bias sums dz over rows before it is rounded: statistics come first.
         self.fuses = self.when == "fused" and not needs[2]
         self.stats: TokenStats | None = None  # of all tokens
@@ -98,7 +119,8 @@ class IndexLabels(Objective):
         if out.needs_dz:
             # 6. and 7. dz of the rest in place of the logits, dz of the target beside it
             factor_B = self.logits.scaled(factor_B, rows)
-            dz = ALGEBRA.coefficients(stats, factor_B, label, self.scalars, size)
+            parts = stats.lse, stats.p_rest, factor_B
+            dz = ALGEBRA.coefficients(*parts, label, self.scalars, size)
             out.sums.take(rows, kernels, stats.lse, dz)
 
     def fused_step(self, rows: LogitsBlock, kernels: Any, factor_B: Tensor, out: Out) -> None:
@@ -114,25 +136,29 @@ class IndexLabels(Objective):
             out.values[:, rows.token_index] = values_7B
 
 
-def nll_forward(call: HeadCall, loss: Loss) -> tuple[NLLOutput[Tensor], Gradients, Tensor]:
-    """Loss and per-token values, gradient accumulators, and the mask of valid tokens [N]."""
+def nll_forward(call: HeadCall, loss: Loss) -> tuple[NLLOutput[Tensor], Tensor, Gradients, Tensor]:
+    """Loss and per-token values; what a backward recomputes from [3, N]: lse, 1 - p_y, the factor
+    of dz; gradient accumulators, and the mask of valid tokens [N]. Of these two one is empty."""
     # 1. Valid tokens, and what each of them counts for
-    needs, mean = loss.needs, loss.mean and loss.denominator is None
+    later, mean = loss.recompute, loss.mean and loss.denominator is None
+    needs = [need and not later for need in loss.needs]
     refused, outputs = refused_divisor(call, loss), loss.entropy + 2.0 * loss.predicted
-    terms = Terms("chunked_nll", needs, outputs, loss.class_weights, refused, mean)
-    loop = HeadLoop(call, terms, in_blocks=not (any(needs) or call.rows.group))
+    terms = Terms(
+        "chunked_nll", loss.needs, outputs, loss.class_weights, refused, mean, recompute=later
+    )
+    loop = HeadLoop(call, terms, in_blocks=later or not (any(needs) or call.rows.group))
     class_weight_N = None if loss.class_weights is None else target_info(loop, slice(None)).weight
     weights_N, weight_sum, divisor = token_weights(
         loss, loop.local_tokens.valid, loop.compute_dtype, class_weight_N
     )
-    factor_N = torch.where(loop.local_tokens.bad, torch.nan, weights_N * (1.0 / divisor))
-    (factor_N,) = loop.chunks_of.exchange(factor_N)
-    exponent = power_of_two(call.gemm_dtype, factor_N)
+    local_factor_N = torch.where(loop.local_tokens.bad, torch.nan, weights_N * (1.0 / divisor))
+    (factor_N,) = loop.chunks_of.exchange(local_factor_N)
+    exponent = power_of_two(call.gemm_dtype, factor_N) if any(needs) else None
     if exponent is not None:
         factor_N = torch.ldexp(factor_N, exponent)
     check_consistent(loop, loss, divisor)
     wanted_stats = WantedStats(loss.entropy, call.scalars.label_smoothing > 0, loss.predicted)
-    objective = IndexLabels(loop, wanted_stats, needs)
+    objective = IndexLabels(loop, wanted_stats, needs, keep=later)
     values_7N, gradients = run(loop, objective, factor_N, needs, exponent)
     # 9. Reduce. What is 0 was divided by 1 above, unless it has tokens: then ranks that shake hands
     # have refused it, those of `vocab_parallel` have compared it.
@@ -140,7 +166,29 @@ def nll_forward(call: HeadCall, loss: Loss) -> tuple[NLLOutput[Tensor], Gradient
         CALLS.refuse("denominator", value=refused)
     values_7N = loop.chunks_of.local(values_7N)
     output = outputs_of(loop.local_tokens, values_7N, weights_N, weight_sum, divisor, loss)
-    return output, gradients, loop.local_tokens.valid
+    residuals, stats = factor_N.new_empty(3, 0), objective.stats
+    if later and stats is not None:
+        values_2N = loop.chunks_of.local(torch.stack((stats.lse, stats.p_rest)))
+        residuals = torch.stack((*loop.local_tokens.clean(values_2N), local_factor_N))
+    return output, residuals, gradients, loop.local_tokens.valid
+
+
+def nll_backward(gradient: Tensor, residuals_3N: Tensor, call: HeadCall, loss: Loss) -> Gradients:
+    """Steps 6 to 8 of logits that are computed again, in the compute dtype; empty if not needed."""
+    needs, weights = loss.needs, loss.class_weights
+    terms = Terms("the backward of chunked_nll", needs, class_weights=weights)
+    loop = HeadLoop(call, terms, in_blocks=True)
+    # What follows a loss without a valid token may have any gradient, inf included.
+    factor_N = residuals_3N[2] * gradient.to(call.compute_dtype)
+    factor_1N = torch.where(loop.local_tokens.valid, factor_N, 0.0)[None]
+    kept_2N, factor_1N = loop.chunks_of.exchange(residuals_3N[:2], factor_1N)
+
+    def dz_of(factor_1B: Tensor, token_index: slice | Tensor) -> Coefficients:
+        lse_B, p_rest_B = kept_2N[:, token_index]
+        label, size = target_info(loop, token_index), loop.vocab.size
+        return ALGEBRA.coefficients(lse_B, p_rest_B, factor_1B[0], label, call.scalars, size)
+
+    return recompute(call, loop, Recompute(kept_2N[0], dz_of), factor_1N, needs)
 
 
 def outputs_of(
@@ -170,31 +218,82 @@ def outputs_of(
     )
 
 
-@operator("nll_forward", HeadCall, Loss, returns=f"({', '.join(['Tensor'] * 15)})")
+@operator("nll_forward", HeadCall, Loss, returns=f"({', '.join(['Tensor'] * 16)})")
 def nll_op(call: HeadCall, loss: Loss) -> tuple[Tensor, ...]:
-    """`nll_forward` as one operator, opaque to the compiler: outputs, gradients, mask."""
+    """`nll_forward` as one operator, opaque to the compiler: outputs, residuals, gradients, the
+    mask."""
     with without_autocast(call.hidden.device):
-        output, gradients, valid_N = nll_forward(call, loss)
-    results = (*output[:9], *gradients, valid_N)
-    hooks.run_compiled_hooks(call, loss, results)
-    return results
+        output, residuals, gradients, valid_N = nll_forward(call, loss)
+        if hooks.in_compiled(call):
+            upstream, seen = output.loss.new_ones(()), gradients
+            if loss.recompute:
+                seen = nll_backward(upstream, residuals, call, loss)
+            hooks.run_compiled_hooks(call, loss, (*output[:9], *seen, valid_N))
+    return (*output[:9], residuals, *gradients, valid_N)
 
 
 @nll_op.fake
 def _(call: HeadCall, loss: Loss) -> tuple[Tensor, ...]:
     hidden, number, count, flag = call.hidden, loss.output_dtype, torch.int64, torch.bool
-    num_tokens = hidden.shape[0]
+    num_tokens, later = hidden.shape[0], loss.recompute
     scalars_of_call = (number, count, number, number)
     per_token = (number, number, number, flag, count)
+    needs = [need and not later for need in loss.needs]
     return (
         *(hidden.new_empty((), dtype=dtype) for dtype in scalars_of_call),
         *(hidden.new_empty(num_tokens, dtype=dtype) for dtype in per_token),
-        *fake_gradients(call, loss.needs, call.compute_dtype),
+        hidden.new_empty(3, num_tokens if later else 0, dtype=call.compute_dtype),
+        *fake_gradients(call, needs, call.compute_dtype),
         hidden.new_empty(num_tokens, dtype=flag),
     )
 
 
-nll_op.gradient(save_gradients, saved_gradients("chunked_nll", "F.cross_entropy"))
+class Upstream(NamedTuple):
+    """What the operator of a backward takes beside its call."""
+
+    d_loss: Tensor
+    residuals: Tensor
+
+
+@operator("nll_backward", Upstream, HeadCall, Loss, returns=f"({', '.join(['Tensor'] * 5)})")
+def nll_backward_op(upstream: Upstream, call: HeadCall, loss: Loss) -> tuple[Tensor, ...]:
+    """`nll_backward` as one operator, opaque to the compiler."""
+    with without_autocast(call.hidden.device):
+        return as_inputs(call, nll_backward(*upstream, call, loss))
+
+
+@nll_backward_op.fake
+def _(upstream: Upstream, call: HeadCall, loss: Loss) -> tuple[Tensor, ...]:
+    return tuple(fake_gradients(call, loss.needs))
+
+
+def keep(ctx: Any, output: tuple[Tensor, ...], call: HeadCall, loss: Loss) -> None:
+    """What a backward needs: gradients, or the call and what they are computed from."""
+    ctx.recompute = loss.recompute
+    if loss.recompute:
+        keep_call(ctx, output[9], output[1:], call, loss)
+    else:
+        save_gradients(ctx, output, call, loss)
+
+
+def backward(ctx: Any, gradient: Tensor | None, *others: Tensor | None) -> Named | None:
+    if not ctx.recompute:
+        return scaled_gradients(ctx, gradient, *others)
+    differentiated_once(*NAMES)
+    if gradient is None:
+        return None
+    residuals, (call, loss) = kept_call(ctx)
+    needs = nll_op.needed(ctx, *DIFFERENTIATED)
+    results = nll_backward_op(Upstream(gradient, residuals), call, loss._replace(needs=needs))
+    gradients = {name: g if need else None for name, g, need in zip(DIFFERENTIATED, results, needs)}
+    # Each rank's own, of which the head's gradient is the sum: told as if all had the same
+    of_all = gradient if call.rows.route and any(needs[1:]) else None
+    hooks.run_backward_hooks(ctx, (gradient, of_all, call.rows.head_scale), gradients)
+    return gradients
+
+
+scaled_gradients = saved_gradients(*NAMES)
+nll_op.gradient(keep, backward)
 
 
 def nll(args: Arguments) -> NLLOutput[Tensor]:
@@ -220,12 +319,13 @@ def of_classes(args: Arguments, local: RowLayout | None = None) -> NLLOutput[Ten
         predicted="predicted" in args.outputs,
         output_dtype=getattr(torch, problem.output_dtype),
         needs=wanted(*call.leaves),
+        recompute=args.recompute,
     )
     if not torch.compiler.is_compiling() and hooks.LOSS_HOOKS:
         hooks.EAGER.append(True)
     output = nll_op(call, loss)
     hooks.run_forward_hooks(call, loss, output)
-    total, num_tokens, weight_sum, z_term, *rest = output
+    total, num_tokens, weight_sum, z_term, *rest = output[:9]
     if call.scalars.z_loss:
         z_term = without_gradient("z_loss", z_term, call.leaves)
     per_token = {

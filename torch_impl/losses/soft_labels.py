@@ -60,7 +60,7 @@ from xentlib.torch.placement.logits import local_logits
 def soft_nll(args: Arguments) -> NLLOutput[Tensor]:
     """`chunked_nll` of arguments whose labels are class probabilities."""
     soft: Any = args.labels
-    check_soft_options(args.outputs, args.gather)
+    check_soft_options(args)
     only_tensors(hidden=args.hidden)
 
     @with_head(recompute=False)

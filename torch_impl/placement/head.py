@@ -90,13 +90,13 @@ class GatheredByZero3(NamedTuple):
 def with_head(*, recompute: bool) -> Callable[[Callable[..., R]], Callable[[Arguments], R]]:
     """Have a function of `Arguments` called as the placement of its head asks for.
 
-    `recompute`: its backward reads the head's values again.
+    `recompute`: its backward reads the head's values again, as that of a call with the option does.
     """
 
     def wrap(function: Callable[..., R]) -> Callable[[Arguments], R]:
         @wraps(function)
         def run(call: Arguments) -> R:
-            call, placement = place_head(call, recompute)
+            call, placement = place_head(call, recompute or call.recompute)
             return function(call) if placement is None else placement.run(function, call)
 
         return run

@@ -213,6 +213,8 @@ def check_head(
         shape = call.class_weights.shape
         check_class_weights(shape[0] if len(shape) == 1 else -1, total)
         check_device("class_weights", call.class_weights, hidden)
+    if call.recompute is not False:
+        check_flag("recompute", call.recompute)
     check_flag("reduce_hidden_grad", call.reduce_hidden_grad)
     CALLS.require("reduced", call.reduce_hidden_grad or sharded)
     check_numbers(call, leading)

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
-from xentlib.arguments import Scalars
+from xentlib.arguments import Arguments, Scalars
 from xentlib.checks.classes import check_classes
 from xentlib.checks.validators import ArraySpec, Refusals, check_device, check_floating
 from xentlib.labels import SoftLabels
@@ -35,6 +34,8 @@ SOFT = Refusals(
     "or `gather='head'`.",
     stream="`gather` must be 'head' or 'hidden' where `labels` are class probabilities; got "
     "'stream'. Pass 'hidden' with `SoftLabels`, or multiply `ids_logprobs` of `chunked_logprobs`.",
+    recompute="`recompute` must be False where `labels` are class probabilities, of which the "
+    "backward would have to keep all; got True. Leave it out.",
     option="`{name}` must be left out where `labels` are class probabilities, whose loss does not "
     "have it; got {value!r}. Call without it.",
     kept="`labels` must be classes with `kept`, `ids` or `top_k`; got class probabilities. "
@@ -42,11 +43,12 @@ SOFT = Refusals(
 )
 
 
-def check_soft_options(outputs: Sequence[str], gather: str) -> None:
+def check_soft_options(call: Arguments) -> None:
     """Refuse options of `chunked_nll` that do not go with class probabilities."""
     for name in LARGEST:
-        SOFT.require("outputs", name not in outputs, name=name)
-    SOFT.require("stream", gather != "stream")
+        SOFT.require("outputs", name not in call.outputs, name=name)
+    SOFT.require("stream", call.gather != "stream")
+    SOFT.require("recompute", not call.recompute)
 
 
 def check_read(call: Any) -> None:

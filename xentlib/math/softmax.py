@@ -273,7 +273,8 @@ class Algebra(NamedTuple):
 
     def coefficients(
         self,
-        stats: TokenStats,
+        lse: Array,
+        p_rest: Array,
         factor: Array,
         label: TargetInfo,
         options: LossOptions,
@@ -281,9 +282,9 @@ class Algebra(NamedTuple):
     ) -> Coefficients:
         """Step 6, per token: of dz times the factor."""
         eps, uniform = options.label_smoothing, options.label_smoothing / vocab_size
-        extra = self.lse_slope(stats.lse, options)
+        extra = self.lse_slope(lse, options)
         if extra is None:
-            extra = self.xp.zeros_like(stats.lse)
+            extra = self.xp.zeros_like(lse)
         slope: Array = 1.0 + extra
         left: Array | float = eps - uniform
         if weighted(label):
@@ -298,7 +299,7 @@ class Algebra(NamedTuple):
             gamma=factor * uniform if uniform else None,
             # slope * p_y - (1 - eps) - eps / V with p_y = 1 - p_rest: exactly -p_rest without
             # options.
-            target=factor * (extra + left - self.rounded(slope * stats.p_rest)),
+            target=factor * (extra + left - self.rounded(slope * p_rest)),
         )
 
 

@@ -22,14 +22,15 @@ def gradients_of(
     """Back through softcap, scale and temperature, and through the two GEMMs: the fields of a
     reference whose names begin with `d_`, and with `bound_` and `magnitude_` of the same arrays.
 
-    `factor` [N] is what multiplies each token, the upstream gradient included.
+    `factor` [N] is what multiplies each token, the upstream gradient included. `upstream` is that
+    of a loss whose gradients it multiplies after the GEMMs, else 1.
     """
     bz = np.abs(s.outer) * (bz * s.jacobian + np.abs(dz) * s.jacobian_error)
     dz = np.where(s.valid[:, None], dz * s.jacobian * s.outer, 0.0)
     bz = np.where(s.valid[:, None], bz, 0.0)
     dz_gemm = dz
     if dz_dtype != "float64":
-        # The upstream gradient multiplies after the GEMMs, so it is no part of what is rounded.
+        # What multiplies after the GEMMs is no part of what is rounded.
         power = 1.0
         if dz_dtype == "float16":
             largest = np.abs(np.where(s.valid, factor / upstream, 0.0)).max(initial=0.0)

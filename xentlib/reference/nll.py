@@ -67,6 +67,7 @@ def nll_reference(
     reduction: str = "mean",
     denominator: Any = None,
     upstream: float = 1.0,
+    recompute: bool = False,
     dz_dtype: str = "float64",
     weight_layout: str = "VH",
     exact_logits: bool = False,
@@ -75,6 +76,7 @@ def nll_reference(
 
     Args:
         upstream: gradient of whatever follows with respect to the loss.
+        recompute: the upstream gradient is in dz before it is rounded, and not behind the GEMMs.
         dz_dtype: round dz once to this dtype before the gradient GEMMs (rounding point 5), so that
             row A7 measures everything but that rounding.
         exact_logits: what the head multiplies is exact, as of logits that are given: A is 0.
@@ -114,7 +116,8 @@ def nll_reference(
         slope_error = slope_error + 3 * np.abs(slope)
     bz = np.abs(slope)[:, None] * s.p_error + s.p * slope_error[:, None] + 2 * uniform * c_V
     factor = (weights / divisor * upstream)[:, None]
-    gradients = gradients_of(s, factor * dz, np.abs(factor) * bz, dz_dtype, upstream, factor[:, 0])
+    behind = 1.0 if recompute else upstream
+    gradients = gradients_of(s, factor * dz, np.abs(factor) * bz, dz_dtype, behind, factor[:, 0])
     # What the errors of z_y and of lse move, with two roundings.
     moved_N = s.a[rows, y_N] + s.expected_a[:, 0] + np.abs(s.logprob) + np.abs(s.log_total) + 2
     bound_N = np.abs(slope) * moved_N + np.abs(z_term)

@@ -167,6 +167,7 @@ def run(
     *,
     outputs: Sequence[str] = OUTPUTS,
     gradient: bool = True,
+    recompute: bool = False,
     **how: Unpack[How],
 ) -> Outcome:
     """`chunked_nll` of `backend` ("torch" or "jax") and its gradients for `problem.upstream`."""
@@ -175,6 +176,7 @@ def run(
         **{name: getattr(problem, name) for name in ("where", "token_weights", "class_weights")},
         **_options(problem, **how),
         "outputs": tuple(outputs),
+        "recompute": recompute,
     }
     if problem.soft is not None:
         keywords["outputs"] = tuple(x for x in outputs if x not in LARGEST)

@@ -160,8 +160,9 @@ class Problem:
         given = {x: y for x, y in self.of_the_oracle.items() if x != "labels"}
         return soft_reference(**given, probs=self.probs, dz_dtype=dz_dtype, **more)
 
-    def reference(self, *, dz_dtype: str = "float64") -> NLLReference:
-        return nll_reference(**self.of_the_oracle, dz_dtype=dz_dtype, exact_logits=self.given)
+    def reference(self, **more: Any) -> NLLReference:
+        """`more`: `dz_dtype` and `recompute` of `nll_reference`."""
+        return nll_reference(**self.of_the_oracle, exact_logits=self.given, **more)
 
     @property
     def per_token_options(self) -> dict[str, Any]:

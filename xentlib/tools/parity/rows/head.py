@@ -1,9 +1,11 @@
-"""The rows of the two functions of a head: `nll` of `chunked_nll`, `per_token` of
-`chunked_logprobs`, with a random gradient for every token and output."""
+"""The rows of the two functions of a head: `nll` of `chunked_nll`, `recomputed` of the same with
+`recompute`, `per_token` of `chunked_logprobs`, with a random gradient for every token and output.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -55,7 +57,7 @@ class HeadRows(NamedTuple):
         """The loss and gradients of one problem: A0, A2, A5, A6 of float32, A8, A19, A7 or A16 of
         16 bits; A9 where both backends run, and A26 of given logits."""
         reference, low = self.oracle(problem), problem.hidden.dtype.name in ROW_OF
-        call = findings.run if self.is_nll else self.call  # which may be another library's
+        call = findings.run if self.run is run else self.call  # which may be another library's
         outcomes = {backend: call(backend, problem) for backend in findings.backends}
         for backend, outcome in outcomes.items():
             details: dict[str, Any] = {"backend": backend, "case": problem.text}
@@ -207,6 +209,11 @@ def random_upstream(problem: Problem) -> tuple[Upstream, ...]:
 
 
 nll = HeadRows(run, Problem.reference, lambda problem: (), exact_of_nll)
+recomputed = nll._replace(
+    run=partial(run, recompute=True),
+    reference=partial(Problem.reference, recompute=True),
+    of=", recomputed",
+)
 per_token = HeadRows(
     run_logprobs,
     Problem.per_token_reference,

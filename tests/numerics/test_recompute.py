@@ -1,0 +1,123 @@
+"""`chunked_nll` with `recompute`: a loss whose backward computes the logits again, with blocks and
+groups of tokens that are small here. By the rows of the contract, in both backends."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+from typing import Any
+
+import numpy as np
+import pytest
+
+from helpers.measured import CAPPED, SMALL, by_id, hold
+from xentlib.contract import failures
+from xentlib.tools.harness.backends import run
+from xentlib.tools.harness.cases import AUDIT, BASE, CHUNK_CASES, WITH_OPTIONS, low_precision, named
+from xentlib.tools.harness.findings import Findings
+from xentlib.tools.harness.problems import Case, build
+from xentlib.tools.parity.rows import invariant
+from xentlib.tools.parity.rows.head import recomputed
+
+pytestmark = pytest.mark.optimized
+
+CASES = named(
+    SMALL,
+    *("options-peaked", "class-weights", "sum", "denominator", "kernel-layout", "one-class"),
+    *("all-ignored", "one-token", "logits-1e4", "minus-infinity"),
+)
+LARGE = tuple(case for case in CHUNK_CASES if case.vocab > 512)
+LOW = tuple(
+    low_precision((case,), dtype)[0]
+    for dtype in ("bfloat16", "float16")
+    for case in named(SMALL, "peaked", "class-weights")
+)
+# Of both parts of a loss, and of what weighs a class
+FULL: dict[str, Any] = {"class_weights": True, "token_weights": True, "where": True}
+
+
+@pytest.fixture(autouse=True)
+def blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """At most 128 classes in a block, 64 tokens in a group."""
+    if find_spec("torch"):
+        for module in ("blocks", "loop"):
+            monkeypatch.setattr(f"xentlib.torch.core.{module}.BLOCK_CLASSES", 128)
+        monkeypatch.setattr("xentlib.torch.core.blocks.GROUP_TOKENS", 64)
+    if find_spec("jax"):
+        monkeypatch.setattr("xentlib.jax.binding.XLA_BLOCK_CLASSES", 128)
+        monkeypatch.setattr("xentlib.jax.core.logits.GROUP_TOKENS", 64)
+        monkeypatch.setattr("xentlib.jax.core.blocks.LABEL_GROUP", 8)
+
+
+@pytest.mark.parametrize("case", CASES, ids=by_id)
+def test_against_the_oracle(backend: str, case: Case) -> None:
+    """A0, A2, A5, A6, A26. Catches: weights of classes, z-loss or label smoothing that the backward
+    has not, a factor without the denominator."""
+    hold(recomputed.against_oracle, (backend,), build(case, 7))
+
+
+@pytest.mark.parametrize("case", LOW, ids=by_id)
+def test_16_bits_against_the_oracle(backend: str, case: Case) -> None:
+    """A7, A8, A16: gradients rounded once, whatever the upstream gradient. Catches: a power of two
+    that is left in a gradient, d hidden that is rounded after each block."""
+    hold(recomputed.against_oracle, (backend,), build(case, 7))
+
+
+@pytest.mark.parametrize("case", named(AUDIT, "audit-9", "audit-fp16-options"), ids=by_id)
+def test_audit_mode(case: Case) -> None:
+    """A1: PyTorch and JAX bit for bit."""
+    hold(recomputed.audit, ("torch", "jax"), build(case, 7))
+
+
+@pytest.mark.cpu
+@pytest.mark.parametrize("case", [LARGE[0], CAPPED], ids=by_id)
+def test_chunks_do_not_show(backend: str, case: Case) -> None:
+    """A10."""
+    findings = Findings((backend,))
+    recomputed.chunks(findings, build(case, 7), few=True)
+    assert findings.measurements
+    assert not failures(findings.measurements)
+
+
+@pytest.mark.cpu
+def test_other_tokens_do_not_show(backend: str) -> None:
+    """A17: per-token outputs and d hidden, of groups that are not the same."""
+    findings = Findings((backend,))
+    problem = build(Case("blocks", 203, 24, 331, options={"reduction": "sum"}), 7)
+    invariant.batch(recomputed, findings, backend, problem, few=backend == "jax")
+    assert findings.measurements
+    assert not failures(findings.measurements)
+
+
+def test_run_to_run(backend: str) -> None:
+    """A11."""
+    hold(recomputed.repeat, (backend,), build(WITH_OPTIONS, 7))
+
+
+@pytest.mark.cpu
+@pytest.mark.parametrize("options", [{}, {"z_loss": 1e-3}], ids=str)
+def test_outputs_have_the_bits_of_a_loss_that_keeps_its_gradients(
+    backend: str, options: dict[str, Any]
+) -> None:
+    """Statistics are exact sums of blocks of 128 columns, whoever adds them."""
+    problem = build(Case("blocks", 203, 24, 331, options=options, **FULL), 7)
+    found, want = (run(backend, problem, recompute=again) for again in (True, False))
+    for name in ("loss", "num_tokens", "weight_sum", "z_loss", "logprobs", "entropy", "lse"):
+        assert np.array_equal(getattr(found, name), getattr(want, name)), name
+    for name in ("correct", "predicted"):
+        assert np.array_equal(getattr(found, name), getattr(want, name)), name
+
+
+@pytest.mark.cpu
+def test_of_one_block_gradients_have_the_bits_of_both_ways(
+    backend: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whole rows, an upstream gradient of a power of two."""
+    if backend == "torch":
+        for module in ("blocks", "loop"):
+            monkeypatch.setattr(f"xentlib.torch.core.{module}.BLOCK_CLASSES", 1 << 20)
+    else:
+        monkeypatch.setattr("xentlib.jax.binding.XLA_BLOCK_CLASSES", 0)
+    problem = build(BASE, 7).changed(upstream=0.5)
+    found, want = (run(backend, problem, recompute=again) for again in (True, False))
+    for name, x in found.gradients().items():
+        assert np.array_equal(x, getattr(want, name)), name
