@@ -162,6 +162,7 @@ def test_labels_and_mask_are_together(function: Any) -> None:
 LAYOUTS = ("VH", "HV")
 FUNCTIONS = {
     "nll": lambda **call: chunked_nll(**call).loss,
+    "recompute": lambda **call: chunked_nll(**call, recompute=True).loss,
     "logprobs": lambda **call: chunked_logprobs(**call).logprobs.sum(),
 }
 
@@ -278,7 +279,7 @@ def test_peak_is_the_formula_of_the_plan(call: tuple[str, tuple[int, ...], str, 
         backend="torch",
         dtype=dtype,
         gradient=gradient,
-        recompute=function == "logprobs",
+        recompute=function != "nll",
         platform="gpu",
         kernels=False,
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections.abc import Callable
+from functools import partial
 from itertools import product
 from typing import Any
 from unittest.mock import patch
@@ -19,16 +20,23 @@ SIZES = ((1024, 256, 16000), (1100, 64, 8192), (600, 128, 32003), (1024, 512, 40
 DTYPES = ("float32", "bfloat16")
 
 
+NLL = "chunked_nll"
 FUNCTIONS = {
-    "chunked_nll": lambda out: out.loss,
+    NLL: lambda out: out.loss,
     "chunked_logprobs": lambda out: out.logprobs.sum(),
 }
+
+
+def function_of(ours: Any, name: str) -> Any:
+    """By a name of the above."""
+    name, *options = name.split(", ")
+    return partial(getattr(ours, name), **dict.fromkeys(options, True))
 
 
 def summed(function: str, out: Any) -> Any:
     """With the log-probabilities of `ids`, if they were asked for."""
     more = getattr(out, "ids_logprobs", None)
-    return FUNCTIONS[function](out) + (0.0 if more is None else more.sum())
+    return FUNCTIONS[function.split(", ")[0]](out) + (0.0 if more is None else more.sum())
 
 
 def measured_torch(
@@ -56,7 +64,7 @@ def measured_torch(
     # The formula is that of a CPU without AMX, whose units need no scratch of a product's blocks.
     no_amx = patch("xentlib.torch.core.gemm.has_amx", return_value=False)
     with no_amx, profile(activities=[ProfilerActivity.CPU], profile_memory=True) as prof:
-        loss = summed(function, getattr(ours, function)(x, w, y, **of))
+        loss = summed(function, function_of(ours, function)(x, w, y, **of))
         if gradient:
             loss.backward()
     # Every allocation and release of the CPU allocator, in order.
@@ -82,7 +90,7 @@ def measured_jax(
     )
 
     def loss(x: object, w: object, y: object, upstream: object) -> object:
-        return upstream * FUNCTIONS[function](getattr(ours, function)(x, w, y))
+        return upstream * summed(function, function_of(ours, function)(x, w, y))
 
     step = jax.value_and_grad(loss, (0, 1)) if gradient else loss
     analysis = jax.jit(step).lower(*shapes).compile().memory_analysis()
@@ -94,14 +102,33 @@ MEASURES: dict[str, Callable[..., int]] = {"torch": measured_torch, "jax": measu
 
 HOW = [(False, "float32"), *((True, dtype) for dtype in DTYPES)]
 CALLS = [*product(FUNCTIONS, SIZES, HOW)]
+# In blocks of classes, as log-probabilities are
+RECOMPUTED = [*product((f"{NLL}, recompute", "chunked_logprobs"), SIZES[:3])]
 
 
 @pytest.mark.parametrize("call", parameters(CALLS, every_pair(CALLS)))
 def test_peak_is_the_formula_of_the_plan(backend: str, call: Any) -> None:
     """Both ways: more would be a leak, less a formula that nobody needs to believe."""
+    hold_plan(backend, call)
+
+
+@pytest.mark.parametrize("call", parameters(RECOMPUTED, every_pair(RECOMPUTED)))
+def test_peak_of_a_backward_in_blocks(backend: str, call: Any) -> None:
+    """As above."""
+    hold_plan(backend, (*call, (True, "float32")))
+
+
+@pytest.mark.torch
+@pytest.mark.parametrize("call", RECOMPUTED)
+def test_peak_of_a_backward_in_blocks_of_16_bits(call: Any) -> None:
+    """As above. In JAX, on a CPU, the formula is up to 12 % too much."""
+    hold_plan("torch", (*call, (True, "bfloat16")))
+
+
+def hold_plan(backend: str, call: Any) -> None:
     function, (tokens, hidden, vocab), (gradient, dtype) = call
     plan = plan_chunks(tokens, vocab, hidden, dtype=dtype)
-    twice = function == "chunked_logprobs"
+    twice = function != NLL
     expected = peak_bytes(plan, backend=backend, dtype=dtype, gradient=gradient, recompute=twice)
     measured = MEASURES[backend](function, tokens, hidden, vocab, dtype, gradient=gradient)
     rows = plan.block_tokens(block_bytes("cpu")) if backend == "torch" else 0
