@@ -14,7 +14,7 @@ from xentlib.options import RULES
 H, V, N = 5, 7, 4
 # Of how a call is computed, or of vocabulary shards, which are refused.
 NO_NUMBERS = {"outputs", "vocab_parallel", "tokens_parallel", "gather", "tokens_per_rank"}
-NO_NUMBERS |= {"reduce_hidden_grad", "max_chunk_bytes"}
+NO_NUMBERS |= {"reduce_hidden_grad", "recompute", "max_chunk_bytes"}
 ARRAYS: dict[str, Any] = {
     "hidden": np.linspace(-1, 1, N * H, dtype=np.float32).reshape(N, H),
     "weight": np.linspace(1, -1, H * V, dtype=np.float32).reshape(H, V),

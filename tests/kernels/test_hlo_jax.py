@@ -92,6 +92,8 @@ def compiled(head: Head, kind: str) -> Any:
 
     def loss(hidden, weight, labels, bias=None):
         given = {"bias": bias, "weight_layout": head.layout, **options}
+        if kind == "recompute":
+            return chunked_nll(hidden, weight, labels, recompute=True, **given).loss
         if kind.startswith("nll"):
             return chunked_nll(hidden, weight, labels, **given).loss
         return chunked_logprobs(hidden, weight, labels, **given).logprobs.sum()
@@ -255,7 +257,7 @@ MEMORY = [
 ]
 
 
-@pytest.mark.parametrize("kind", ["nll", "logprobs", "nll values"])
+@pytest.mark.parametrize("kind", ["nll", "recompute", "logprobs", "nll values"])
 @pytest.mark.parametrize("head", MEMORY, ids=lambda head: head.text)
 def test_memory_is_the_formula(head: Head, kind: str) -> None:
     """M16: within 7 % of `plan.peak_bytes`; no array of N times V entries."""
@@ -270,8 +272,8 @@ def test_memory_is_the_formula(head: Head, kind: str) -> None:
         head.plan,
         backend="jax",
         dtype=head.dtype,
-        gradient=kind in ("nll", "logprobs"),
-        recompute=kind == "logprobs",
+        gradient=kind != "nll values",
+        recompute=kind in ("recompute", "logprobs"),
         platform="gpu",
     )
     assert 0.93 * total <= expected <= 1.07 * total

@@ -36,7 +36,9 @@ def function_of(ours: Any, name: str) -> Any:
 def summed(function: str, out: Any) -> Any:
     """With the log-probabilities of `ids`, if they were asked for."""
     more = getattr(out, "ids_logprobs", None)
-    return FUNCTIONS[function.split(", ")[0]](out) + (0.0 if more is None else more.sum())
+    return FUNCTIONS[function.split(", ", maxsplit=1)[0]](out) + (
+        0.0 if more is None else more.sum()
+    )
 
 
 def measured_torch(

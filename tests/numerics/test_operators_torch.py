@@ -55,6 +55,9 @@ HEADS: dict[str, Call] = {
             x, w, y, class_weights=torch.rand(V), label_smoothing=0.1, max_chunk_bytes=512
         ).loss
     ),
+    "recompute": lambda x, w, y: (
+        chunked_nll(x, w, y, class_weights=torch.rand(V), recompute=True, outputs=("lse",)).loss
+    ),
     "logprobs": lambda x, w, y: mixed(chunked_logprobs(x, w, y, entropy=True, max_chunk_bytes=512)),
     "kept": lambda x, w, y: mixed(chunked_logprobs(x, w, y, kept=ids(y), entropy=True)),
     "top_k": lambda x, w, y: mixed(chunked_logprobs(x, w, y, top_k=2, ids=ids(y))),

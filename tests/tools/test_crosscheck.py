@@ -59,6 +59,8 @@ CASES = {
     "weights": {"token_weights": torch.linspace(-0.5, 2, 63).reshape(3, 21)},
     "per token": {"temperature": torch.linspace(0.5, 2, 63).reshape(3, 21)},
     "bf16": {"dtype": torch.bfloat16},
+    "recompute": {"recompute": True},
+    "recompute, bf16": {"recompute": True, "dtype": torch.bfloat16},
     "fp16": {"dtype": torch.float16},
     "fp64": {"dtype": torch.float64},
     "autocast": {"autocast": True},

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -26,14 +27,19 @@ def run(check: CrossCheck, head: Any, loss_of: Any, steps: int, **cast: Any) -> 
             (1.7 * loss_of(head, x, y)).backward()
 
 
-def loss_of(head: Any, x: Any, y: Any) -> Any:
-    return chunked_nll(x.tanh(), head, y, softcap=5.0).loss
+def loss_of(head: Any, x: Any, y: Any, **more: Any) -> Any:
+    return chunked_nll(x.tanh(), head, y, softcap=5.0, **more).loss
 
 
+@pytest.mark.parametrize("recompute", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_compiled_head_is_checked_as_its_operator_runs(dtype: Any, monkeypatch: Any) -> None:
+def test_a_compiled_head_is_checked_as_its_operator_runs(
+    dtype: Any, recompute: bool, monkeypatch: Any
+) -> None:
+    """Catches: a loss that recomputes, whose gradients are not there to be looked at."""
     head = torch.nn.Linear(H, V, dtype=dtype)
-    compiled = torch.compile(loss_of, backend="aot_eager", fullgraph=True)
+    call = partial(loss_of, recompute=recompute)
+    compiled = torch.compile(call, backend="aot_eager", fullgraph=True)
     check = CrossCheck(every=2, tokens=5, rows=5, exceeded="raise")
     run(check, head, compiled, 3, dtype=dtype)
     assert [(x.step, x.calls, x.passed) for x in check.results] == [(0, 1, True), (2, 1, True)]

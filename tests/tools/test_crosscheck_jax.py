@@ -74,11 +74,13 @@ CASES: dict[str, dict[str, Any]] = {
     "options": {"softcap": jnp.float32(3.0), "z_loss": 1e-3, "temperature": 0.7},
     "weights": {"denominator": jnp.float32(77), "token_weights": jnp.linspace(-0.5, 2, N)},
     "bf16": {"dtype": jnp.bfloat16},
+    "recompute": {"recompute": True, "dtype": jnp.bfloat16},
 }
 
 
 @pytest.mark.parametrize(
-    ("case", "tokens"), [("plain", None), ("options", None), ("weights", 9), ("bf16", 9)]
+    ("case", "tokens"),
+    [("plain", None), ("options", None), ("weights", 9), ("bf16", 9), ("recompute", 9)],
 )
 def test_a_right_run_passes_and_says_what_was_held(case: str, tokens: int | None) -> None:
     check = CrossCheck(every=2, tokens=tokens, exceeded="raise")

@@ -24,6 +24,8 @@ CASES: dict[str, dict[str, Any]] = {
     "shard, bf16": {"dtype": torch.bfloat16},
     "tokens": {"route": "tokens"},
     "hidden": {"route": "hidden"},
+    "hidden, recompute": {"route": "hidden", "recompute": True},
+    "shard, recompute": {"recompute": True, "dtype": torch.bfloat16},
     "stream": {"route": "stream", "label_smoothing": 0.1},
     "stream, bf16": {"route": "stream", "dtype": torch.bfloat16},
 }
