@@ -31,7 +31,7 @@ __all__ = ["HeadLoss", "loss_config"]
 
 OPTIONS = (
     *("compute_dtype", "max_chunk_bytes", "logit_scale", "ignore_index", "vocab_parallel"),
-    *("reduce_hidden_grad", *ROUTE_OPTIONS, *SCALARS["chunked_nll"]),
+    *("reduce_hidden_grad", "recompute", *ROUTE_OPTIONS, *SCALARS["chunked_nll"]),
 )
 UNUSED = frozenset(["positions"])  # what torchtitan's own cross-entropy is given and ignores
 
@@ -59,7 +59,7 @@ class HeadLoss:
         summed: say that your own code sums the gradients over the ranks, or that nothing is to be
             summed, as all ranks have the same tokens.
         options: those of `chunked_nll`: `label_smoothing`, `z_loss`, `compute_dtype`,
-            `max_chunk_bytes`, `softcap`, `logit_scale`, `ignore_index`; `gather` and
+            `max_chunk_bytes`, `recompute`, `softcap`, `logit_scale`, `ignore_index`; `gather` and
             `tokens_per_rank`, what travels of a head that FSDP2 shards, with a mesh of nodes as
             `tokens_parallel`; `vocab_parallel` and `reduce_hidden_grad` for shards that are plain
             tensors, or whose region before the head adds up gradients.
@@ -257,6 +257,7 @@ def loss_config(
     z_loss: float = 0.0,
     compute_dtype: str | None = None,
     max_chunk_bytes: int | None = None,
+    recompute: bool = False,
     gather: str = "head",
     tokens_per_rank: int | None = None,
 ) -> Any:
@@ -274,6 +275,7 @@ def loss_config(
         z_loss: factor of the mean of lse^2.
         compute_dtype: "float64" for the audit mode.
         max_chunk_bytes: budget of the logits of one chunk.
+        recompute: whether the backward computes the logits again, for less memory.
         gather: what travels of a head that FSDP2 shards.
         tokens_per_rank: with `gather="auto"`.
 
@@ -288,6 +290,7 @@ def loss_config(
         z_loss=z_loss,
         compute_dtype=compute_dtype,
         max_chunk_bytes=max_chunk_bytes,
+        recompute=recompute,
         gather=gather,
         tokens_per_rank=tokens_per_rank,
     )
@@ -313,6 +316,7 @@ def loss_class() -> Any:
         z_loss: float = 0.0
         compute_dtype: str | None = None
         max_chunk_bytes: int | None = None
+        recompute: bool = False
         gather: str = "head"
         tokens_per_rank: int | None = None
 

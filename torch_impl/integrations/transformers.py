@@ -27,7 +27,8 @@ from xentlib.torch.wrappers import keeps_forward, set_class
 
 __all__ = ["LazyLogits", "LazyLogitsError", "patch", "unpatch"]
 
-OPTIONS = (*sorted(("compute_dtype", "max_chunk_bytes", *ROUTE_OPTIONS, *LOSS_SCALARS)),)
+PLAIN = ("compute_dtype", "max_chunk_bytes", "recompute")
+OPTIONS = (*sorted((*PLAIN, *ROUTE_OPTIONS, *LOSS_SCALARS)),)
 
 
 @dataclass
@@ -65,8 +66,8 @@ def patch(
         in_place_of_logits: in evaluation the output's `logits` are what this makes of the logits
             [T, V] of some tokens at a time, for instance `lambda logits: logits.argmax(-1)`: [T]
             or [T, ...], for `compute_metrics`. None leaves the `LazyLogits`.
-        options: `label_smoothing`, `z_loss`, `compute_dtype`, `max_chunk_bytes`, `gather`,
-            `tokens_per_rank` or `tokens_parallel` of `chunked_nll`.
+        options: `label_smoothing`, `z_loss`, `compute_dtype`, `max_chunk_bytes`, `recompute`,
+            `gather`, `tokens_per_rank` or `tokens_parallel` of `chunked_nll`.
 
     Returns:
         The model.

@@ -102,8 +102,8 @@ def peak_bytes(
         backend: "torch" or "jax".
         dtype: name of the operands' dtype; `weight` and `hidden` alike.
         gradient: for `hidden` and `weight`, or the loss alone.
-        recompute: `chunked_logprobs`, whose backward computes the logits again, and not
-            `chunked_nll`.
+        recompute: of `chunked_logprobs`, and of `chunked_nll` with `recompute`, whose backward
+            computes the logits again.
         platform: "cpu", or "gpu", which "cuda" is as well, or in JAX "tpu".
         kernels: on a GPU in PyTorch, Triton's programs, whose scratch is four numbers a token and
             block of 128 columns, and not eager.

@@ -96,7 +96,8 @@ def head_routes(
         reduce_dtype: of the head's gradient in FSDP2's reduction.
         param_dtype: that the parameter is held in.
         micro_batches: for each reduction of gradients.
-        recompute: `chunked_logprobs`, whose backward computes the logits again.
+        recompute: `chunked_logprobs`, or `chunked_nll` with `recompute`, whose backward computes
+            the logits again.
         module: `NLLHead` called through FSDP2's hooks, which gather the head again for the
             backward: it has hooks of its own, or shares one `fully_shard` with other modules.
         kept: FSDP2 leaves the head whole between forward and backward.

@@ -62,7 +62,8 @@ def gpu_time(
         plan: of the call, from `plan_chunks`.
         backend: "torch" (Triton's programs) or "jax".
         gradient: with d hidden and d weight.
-        recompute: of log-probabilities, whose logits are computed again in the backward.
+        recompute: of log-probabilities, and of a loss with `recompute`, whose logits are computed
+            again in the backward.
         softcap: whether the logits have one.
         frozen: the head has no gradient: neither its product nor its sum.
         gpu: the card's rates.

@@ -80,7 +80,7 @@ ARGUMENTS: tuple[Row, ...] = (
     ("--head-dtype", FLOATS, None, None, HEAD_DTYPE),
     ("--reduce-dtype", FLOATS, "float32", None, "of the head's gradient in its reduction"),
     ("--param-dtype", FLOATS, "float32", None, "that the parameter is held in"),
-    ("--recompute", bool, None, None, "chunked_logprobs, and not chunked_nll"),
+    ("--recompute", bool, None, None, "chunked_logprobs, or chunked_nll with recompute=True"),
     ("--module", bool, None, None, "NLLHead in one fully_shard with other modules"),
     ("--kept", bool, None, None, "the gathered head stays whole until the backward"),
     ("--memory", size, None, "SIZE", MEMORY),
