@@ -194,6 +194,7 @@ LOGITS = ("precomputed logits", "optax of precomputed logits")  # in place of hi
 CALLS = {
     "nll": gradients(nll),
     "nll alone": nll,
+    "nll recompute": gradients(lambda options: nll({**options, "recompute": True})),
     "logprobs": gradients(logprobs),
     "logprobs alone": logprobs,
     "divergence": gradients(divergence),
@@ -209,7 +210,7 @@ CALLS = {
     "products": products,
 }
 BESIDE = ("divergence", SOFT)  # whose chunks have another beside them, and half as many tokens
-IN_BLOCKS = ("nll alone", "logprobs", "logprobs alone", "kept")  # of classes
+IN_BLOCKS = ("nll alone", "nll recompute", "logprobs", "logprobs alone", "kept")  # of classes
 MESHES = {"mesh auto": AxisType.Auto, "mesh explicit": AxisType.Explicit}
 PEERS = ("optax", "optax alone", "tiling", "products", LOGITS[1])
 OPTIONS_OF_PEERS = ("softcap", "weight_layout")
@@ -344,9 +345,9 @@ def vocabulary_products(program: Program, block: list[Instruction], classes: int
 
 def planned(head: Head, name: str, kind: str) -> float | None:
     """GiB of the plan beside a call's inputs, and them."""
-    if name not in ("nll", "nll alone", "logprobs"):
+    if name not in ("nll", "nll alone", "nll recompute", "logprobs"):
         return None
-    more = {"gradient": name != "nll alone", "recompute": name == "logprobs"}
+    more = {"gradient": name != "nll alone", "recompute": name in ("nll recompute", "logprobs")}
     plan, itemsize = plan_of(head, name, kind), jnp.dtype(head.dtype).itemsize
     total = peak_bytes(plan, backend="jax", dtype=head.dtype, platform="tpu", **more)
     weight = head.hidden * head.vocab

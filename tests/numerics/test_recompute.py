@@ -88,6 +88,17 @@ def test_other_tokens_do_not_show(backend: str) -> None:
     assert not failures(findings.measurements)
 
 
+@pytest.mark.parametrize("upstream", [np.inf, np.nan])
+def test_of_no_token_that_counts_gradients_are_0(backend: str, upstream: float) -> None:
+    """Whatever the upstream gradient, as of a mean over windows of which one is empty. Catches: 0
+    times inf."""
+    problem = build(Case("nothing", 37, 24, 331, ignored=1.0), 7).changed(upstream=upstream)
+    found = run(backend, problem, recompute=True)
+    assert found.loss == 0
+    for name, x in found.gradients().items():
+        assert not x.any(), name
+
+
 def test_run_to_run(backend: str) -> None:
     """A11."""
     hold(recomputed.repeat, (backend,), build(WITH_OPTIONS, 7))

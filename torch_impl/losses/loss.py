@@ -96,7 +96,6 @@ def check_consistent(loop: HeadLoop, loss: Weights, divisor: Tensor) -> None:
         return
     consistency, needs, weights = vocab.consistency, loss.needs, loop.terms.class_weights
     consistency.exact("outputs", loop.terms.outputs)
-    consistency.exact("recompute", float(loop.terms.recompute))
     consistency.exact("gradient", needs[0] + 2.0 * needs[3])  # which are summed over the ranks
     consistency.exact("class_weights", 0.0 if weights is None else float(weights.shape[0]))
     consistency.per_class("class_weights", loop.class_weights)
