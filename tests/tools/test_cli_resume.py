@@ -245,6 +245,7 @@ def test_sections_have_names_of_their_own():
             "class probabilities in audit mode",
             "divergences in audit mode",
             "per-token outputs in audit mode",
+            "recomputed loss in audit mode",
             "windows in audit mode",
         }
 

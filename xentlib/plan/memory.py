@@ -197,9 +197,9 @@ def walk_of_blocks(
         if platform == "cpu":
             # exp needs no second block, dz of 16 bits half of one; or what a product for d weight
             # has, which comes in pieces with a copy of their part of dz.
-            of_softmax = walk[SCRATCH] * (3 if narrow < size else 2) // 4
+            elementwise = walk[SCRATCH] * (3 if narrow < size else 2) // 4
             piece = blocks.vocab_size * (blocks.hidden_size + blocks.chunk_tokens) * size
-            walk[SCRATCH] = max(of_softmax, min(2 * block_bytes(platform), piece))
+            walk[SCRATCH] = max(elementwise, min(2 * block_bytes(platform), piece))
         d_weight = plan.vocab_size * plan.hidden_size * head_size
         yield walk | {D_WEIGHT: d_weight + (walk[D_WEIGHT] if head_size < size else 0)}
 

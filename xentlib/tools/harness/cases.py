@@ -37,6 +37,10 @@ def named(cases: Iterable[Case], *ids: str) -> tuple[Case, ...]:
     return tuple(by_id[one] for one in ids)
 
 
+# More classes than a block of a head that is read in them
+BLOCKS = Case("blocks", 131, 48, 9001, class_weights=True, token_weights=True, options=SMOOTHED)
+
+
 FEW, GIVEN = (131, 33, 509), (64, 64, 257)
 NORMS = ("rho / u", "error ratio")
 SHARES_OF = (*SHARES.values(), "bf16 bit-equal")

@@ -30,13 +30,13 @@ from xentlib.tools.parity.rows import (
     soft,
     windows,
 )
-from xentlib.tools.parity.rows.head import nll, per_token
+from xentlib.tools.parity.rows.head import nll, per_token, recomputed
 
 # Of a section: its name, the rows that it measures, the seconds of a step, the problems, and what
 # measures one of them.
 Rows = tuple[str, str, float, Sequence[Any], Callable[[Findings, Any], None]]
 BETWEEN_BACKENDS = (
-    *(nll.audit, per_token.audit, windows.audit),
+    *(nll.audit, recomputed.audit, per_token.audit, windows.audit),
     *(divergences.audit, classes.of_classes.audit, soft.soft.audit),
 )
 # Ends of names of sections about rows A10 and A17, which are of CPUs: a GPU's library of products
@@ -64,6 +64,8 @@ def operator_sections(
     fp32, bf16 = _problems(grid, seeds), _problems(low_precision(low_grid), seeds)
     fp16 = _problems(low_precision(low_grid, "float16"), seeds)
     base = _problems((BASE,), [seed])
+    blocks = (cases.BLOCKS, cases.WITH_OPTIONS)[: 1 if few else None]
+    in_blocks, low_in_blocks = (_problems(x, [seed]) for x in (blocks, low_precision(blocks)))
     # Of few the two functions have one each: of 16 bits, and of float32 with options.
     chunks, batches = (
         _problems(x, [seed]) for x in (cases.CHUNK_CASES, (invariant.BATCH, invariant.BATCH_LOW))
@@ -120,6 +122,9 @@ def operator_sections(
         ("run to run", "A11", 2.0, repeats, nll.repeat),
         ("windows of micro-batches", "A0 A2 A12 A14", 5.8, two, windows.windows),
         ("mutants", "A14", 7.6, base, mutants.nll_mutants),
+        ("recomputed loss, fp32", "A0 A2 A5 A6 A9", 2.6, in_blocks, recomputed.against_oracle),
+        ("recomputed loss, bf16", "A7 A8 A9 A19", 2.4, low_in_blocks, recomputed.against_oracle),
+        ("recomputed loss in audit mode", "A1", 2.2, in_blocks[:1], recomputed.audit),
         ("per-token outputs, fp32", "A0 A5 A6 A9", 2.3, fp32, per_token.against_oracle),
         ("per-token outputs, bf16", "A7 A9 A19", 2.8, bf16, per_token.against_oracle),
         ("per-token outputs, fp16", "A9 A16 A19", 3.1, fp16, per_token.against_oracle),
