@@ -66,6 +66,7 @@ BAD: Bad = {
         "`kept` and `ids` must hold classes in [0, 11), or -1 for none; got 11",
     ),
     "a list": ({"labels": SoftLabels(IDS.tolist(), FEW)}, TypeError, "`ids` must be a "),
+    "recompute": ({"recompute": True}, ValueError, "`recompute` must be False where `labels` are"),
     "the stream": ({"gather": "stream"}, ValueError, "`gather` must be 'head' or 'hidden' where"),
 }
 OF_TOKENS: Bad = {

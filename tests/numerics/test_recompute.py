@@ -132,3 +132,27 @@ def test_of_one_block_gradients_have_the_bits_of_both_ways(
     found, want = (run(backend, problem, recompute=again) for again in (True, False))
     for name, x in found.gradients().items():
         assert np.array_equal(x, getattr(want, name)), name
+
+
+def test_misuse_is_said(backend: str) -> None:
+    problem = build(Case("small", 5, 3, 7), 7)
+    with pytest.raises(TypeError, match="`recompute` must be True or False; got 1"):
+        run(backend, problem, recompute=1)  # type: ignore[arg-type]
+
+
+@pytest.mark.torch
+def test_what_the_backward_reads_must_not_have_changed() -> None:
+    """Catches: a head or hidden states that autograd does not know to be kept. A second backward of
+    a graph that is kept gives the same."""
+    torch = pytest.importorskip("torch")
+    from xentlib.torch import chunked_nll
+
+    for changed in (0, 1):
+        leaves = [torch.randn(n, 3, requires_grad=True) for n in (5, 7)]
+        loss = chunked_nll(*leaves, torch.arange(5), recompute=True).loss
+        first, second = (torch.autograd.grad(loss, leaves, retain_graph=True) for _ in range(2))
+        assert all(torch.equal(x, y) for x, y in zip(first, second, strict=True))
+        with torch.no_grad():
+            leaves[changed].mul_(2)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            loss.backward()

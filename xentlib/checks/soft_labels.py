@@ -34,8 +34,8 @@ SOFT = Refusals(
     "or `gather='head'`.",
     stream="`gather` must be 'head' or 'hidden' where `labels` are class probabilities; got "
     "'stream'. Pass 'hidden' with `SoftLabels`, or multiply `ids_logprobs` of `chunked_logprobs`.",
-    recompute="`recompute` must be False where `labels` are class probabilities, of which the "
-    "backward would have to keep all; got True. Leave it out.",
+    recompute="`recompute` must be False where `labels` are class probabilities, whose gradients "
+    "are computed in the forward; got True. Leave it out.",
     option="`{name}` must be left out where `labels` are class probabilities, whose loss does not "
     "have it; got {value!r}. Call without it.",
     kept="`labels` must be classes with `kept`, `ids` or `top_k`; got class probabilities. "
