@@ -227,9 +227,15 @@ def _memory(head: Head, tokens: int) -> list[Finding]:
         needs = []
         for platform, where, budget in places:
             plan = plan_chunks(*sizes, dtype=head.dtype, max_chunk_bytes=budget)
-            need = peak_bytes(plan, backend=backend, dtype=head.dtype, platform=platform)
+            need, less = (
+                peak_bytes(
+                    plan, backend=backend, dtype=head.dtype, platform=platform, recompute=recompute
+                )
+                / GIB
+                for recompute in (False, True)
+            )
             chunks = "1 chunk" if plan.num_chunks == 1 else f"{plan.num_chunks} chunks"
-            needs.append(f"{need / GIB:.2f} GiB {where} in {chunks}")
+            needs.append(f"{need:.2f} GiB {where} in {chunks} ({less:.2f} with recompute=True)")
         words = f"{', '.join(needs)}, gradients of hidden and weight included"
         findings.append(Finding("model", f"chunked_nll in {backend}", "ok", words))
     return findings
