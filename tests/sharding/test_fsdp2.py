@@ -109,6 +109,7 @@ HELD = {
     "own, NLLHead, per token": Sharded(
         road="NLLHead", function="chunked_logprobs", chunk=8, budget=(2, 1)
     ),
+    "own, NLLHead, recompute": Sharded(road="NLLHead", recompute=True, chunk=8, budget=(2, 1)),
     "own, NLLHead, kept whole": Sharded(
         road="NLLHead", wrap=(("reshard_after_forward", False),), budget=(1, 1)
     ),
@@ -279,6 +280,7 @@ def test_routes_and_windows_after_an_evaluation_over_fewer_ranks() -> None:
 REPLICATED = {
     "DDP": Setup(model=("bias",)),
     "DDP, tied": Setup(model=("tied",)),
+    "DDP, recompute": Setup(recompute=True, chunk=8),
     "DDP, NLLHead, inside": Setup(model=("inside",), road="NLLHead"),
     "DDP, per token, four chunks": Setup(function="chunked_logprobs", chunk=12),
     "DDP, audit": Setup(audit=True),

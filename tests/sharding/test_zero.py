@@ -41,6 +41,7 @@ HELD = {
     "stage 3, two calls, tied": Zero(calls=2, model=("tied",)),
     "stage 3, three micro-batches": Zero(steps=3),
     "stage 3, NLLHead": Zero(road="NLLHead", model=("bias",)),
+    "stage 3, NLLHead, recompute": Zero(road="NLLHead", recompute=True),
     "stage 3, NLLHead, per token": Zero(road="NLLHead", function="chunked_logprobs"),
     "stage 3, NLLHead, inside, tied": Zero(road="NLLHead", model=("tied", "inside")),
     "stage 3, NLLHead, frozen trunk": Zero(road="NLLHead", frozen=True),
