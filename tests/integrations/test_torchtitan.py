@@ -300,7 +300,7 @@ def torchtitan(monkeypatch):
 
 
 def test_as_a_component_of_torchtitan(torchtitan) -> None:
-    config = loss_config(z_loss=1e-2)
+    config = loss_config(z_loss=1e-2, recompute=True)
     assert isinstance(config, torchtitan.ChunkedLossWrapper.Config)
     loss_fn = config._owner(config, compile_config=None)
     assert isinstance(loss_fn, torchtitan.ChunkedLossWrapper)

@@ -39,12 +39,13 @@ def patched(**options):
     return patch(llama(), **options)
 
 
-def test_a_patched_model_makes_no_logits() -> None:
+@pytest.mark.parametrize("recompute", [False, True])
+def test_a_patched_model_makes_no_logits(recompute: bool) -> None:
     """Catches: logits that are made and thrown away."""
     with Logits() as before:
         want = step(llama())
     with Logits() as after:
-        got = step(patched(max_chunk_bytes=CHUNK))
+        got = step(patched(max_chunk_bytes=CHUNK, recompute=recompute))
     held(got, want)
     assert before.seen
     assert not after.seen
