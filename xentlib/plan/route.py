@@ -25,7 +25,7 @@ from xentlib.plan.time import gpu_time, product_time
 
 LABEL = 8  # bytes
 # Integers of 8 bytes that ranks exchange first, on the host, whatever the route.
-HANDSHAKE = 31 * 8
+HANDSHAKE = 32 * 8
 # Bytes of a logit that autograd moves behind the products: a cast (6), log-probabilities (8), zeros
 # for their gradient (4), the softmax's backward (12) and a cast back (6), each read once.
 AUTOGRAD = 36
