@@ -194,3 +194,24 @@ def test_the_docs_say_what_can_wait() -> None:
     text = page.read_text("utf-8")
     rows = text[text.index("What can still wait") :].split("\n\n")[1].splitlines()[2:]
     assert len(rows) == len(WAITS) + 1  # and another route
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_numbers_whose_squares_overflow_are_compared(dtype: Any) -> None:
+    """As of memory that a broadcast in another dtype has not filled. Catches: a tolerance of inf,
+    by which hidden states of any two ranks are the same."""
+    from xentlib.torch.core.consistency import RankConsistency
+
+    def packed(x: Any) -> Any:
+        checks.append(RankConsistency({"dtype": dtype, "device": "cpu"}))
+        checks[-1].tokens("hidden", x, torch.ones(len(x), dtype=torch.bool))
+        return checks[-1].packed()
+
+    checks: list[Any] = []
+    right = torch.randn(6, 4, dtype=dtype)
+    wrong = right.clone()
+    wrong[0, 0] = torch.finfo(dtype).max ** 0.75
+    for other, differs in ((wrong, True), (right + 1e-9, False)):
+        largest = torch.maximum(packed(right), packed(other))
+        assert bool(checks[-1].broken(largest).any()) == differs
+    assert not checks[-1].broken(torch.maximum(packed(wrong), packed(wrong.clone()))).any()

@@ -214,7 +214,9 @@ class RankConsistency:
     def _add(self, name: str, value: Tensor, tolerance: Tensor) -> None:
         self.names += [name] * value.numel()
         self.values.append(value.reshape(-1))
-        self.tolerances.append(tolerance.reshape(-1))
+        # Of numbers whose squares overflow, as memory that nobody has written may hold: of inf, by
+        # which nothing differs, 0.
+        self.tolerances.append(torch.nan_to_num(tolerance.reshape(-1), posinf=0.0))
 
     def packed(self) -> Tensor:
         """[3 ROOM], as many for every call: their maximum over the ranks says whether they are the
