@@ -72,7 +72,7 @@ def test_what_the_hidden_route_sends(recompute: bool, options: tuple[str, ...], 
     forward = {
         "all_gather": (
             2 + chunks * (2 if twice else 1),
-            ranks * (248 + filled * number) + gathered,
+            ranks * (256 + filled * number) + gathered,
         ),
         "all_reduce": (2 if once else 2 * chunks, 4 * (sums + same)),
         "reduce_scatter": (0 if recompute else chunks, 4 * ranks * filled * h),
@@ -85,7 +85,7 @@ def test_what_the_hidden_route_sends(recompute: bool, options: tuple[str, ...], 
     }
     if recompute:
         forward["reduce_scatter"] = (0, 0)
-        upstream = ranks * (248 + filled * (number + 4 * 7))
+        upstream = ranks * (256 + filled * (number + 4 * 7))
         backward["all_gather"] = (2 + chunks, upstream + ranks * filled * h * b)
         backward["reduce_scatter"] = (chunks, 4 * ranks * filled * h)
     assert (route.chunk_tokens, route.num_chunks) == (t, chunks)
@@ -116,7 +116,7 @@ def test_what_the_stream_sends(recompute: bool) -> None:
     for route in found:
         assert route.counts()["reduce_scatter"] == -(-rows // k) == 3
         assert route.counts()["all_gather"] == 6 + 2  # and sizes, and those again or upstream
-        gathered = 6 * ranks * k * h * 2 + ranks * (248 + (248 if recompute else 8))
+        gathered = 6 * ranks * k * h * 2 + ranks * (256 + (256 if recompute else 8))
         exact([route.bytes("all_gather")], [gathered])
         exact([route.bytes("reduce_scatter")], [3 * ranks * k * h * 4])
     exact([found[1].flops], [2 * 4 * 5000 * ranks * rows * h])
@@ -130,7 +130,7 @@ def test_what_the_hybrid_sends() -> None:
     within = [x for x in route.exchanges if x.nodes == 1]
     # What must be alike on all ranks, and upstream gradients.
     rest = [x for x in route.exchanges if x not in (*over, *within)]
-    exact([sum(x.bytes for x in rest)], [ranks * 31 * 8 + ranks * 2 * 4])
+    exact([sum(x.bytes for x in rest)], [ranks * 32 * 8 + ranks * 2 * 4])
     assert {(x.ranks, x.nodes) for x in rest} == {(ranks, nodes)}
     rows = nodes * LLAMA["vocab_size"] // ranks
     assert {x.kind: x.bytes for x in over} == {
