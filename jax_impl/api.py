@@ -192,8 +192,8 @@ def chunked_nll(
     rounded lse; the log-probability of a confident token comes from log1p of the sum without its
     column; factors multiply dz in float32 before the GEMMs; dz is rounded once to the GEMM dtype;
     d weight and d bias accumulate in float32 over ascending chunks; every gradient is rounded once,
-    after the upstream gradient. Under float16, dz carries a power of two so that small
-    probabilities survive. Rows A0 to A14 of the contract.
+    after the upstream gradient, which with `recompute` is one of the factors. Under float16, dz
+    carries a power of two so that small probabilities survive. Rows A0 to A14 of the contract.
 
     Sources: gradient in forward and chunking over tokens as in Liger-Kernel (arXiv 2410.10989) and
     Cut Cross-Entropy (arXiv 2411.09009); z-loss as in PaLM (arXiv 2204.02311); soft-capping as in

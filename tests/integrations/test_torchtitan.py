@@ -312,6 +312,7 @@ def test_as_a_component_of_torchtitan(torchtitan) -> None:
     want = titan.head_loss(model, z_loss=1e-2)(model(ids), labels, titan.TOKENS)
     assert got[1] == {}
     hold_in_norm([got[0].detach()], [want[0].detach()])
+    assert [x.grad_fn.recompute for x in (got[0], want[0])] == [True, False]
 
     sys.modules["torchtitan.distributed.spmd_types"].sizes["tp"] = 2
     assert local_shards() == {"vocab_parallel": "the group", "reduce_hidden_grad": False}

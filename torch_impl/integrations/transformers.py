@@ -27,8 +27,8 @@ from xentlib.torch.wrappers import keeps_forward, set_class
 
 __all__ = ["LazyLogits", "LazyLogitsError", "patch", "unpatch"]
 
-PLAIN = ("compute_dtype", "max_chunk_bytes", "recompute")
-OPTIONS = (*sorted((*PLAIN, *ROUTE_OPTIONS, *LOSS_SCALARS)),)
+PRECISION_AND_MEMORY = ("compute_dtype", "max_chunk_bytes", "recompute")
+OPTIONS = (*sorted((*PRECISION_AND_MEMORY, *ROUTE_OPTIONS, *LOSS_SCALARS)),)
 
 
 @dataclass

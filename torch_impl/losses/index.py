@@ -137,8 +137,8 @@ class IndexLabels(Objective):
 
 
 def nll_forward(call: HeadCall, loss: Loss) -> tuple[NLLOutput[Tensor], Tensor, Gradients, Tensor]:
-    """Loss and per-token values; what a backward recomputes from [3, N]: lse, 1 - p_y, the factor
-    of dz; gradient accumulators, and the mask of valid tokens [N]. Of these two one is empty."""
+    """Loss and per-token values; residuals [3, N] of a backward that recomputes, lse, 1 - p_y and
+    the factor of dz, or without one [3, 0]; gradient accumulators; the mask of valid tokens [N]."""
     # 1. Valid tokens, and what each of them counts for
     later, mean = loss.recompute, loss.mean and loss.denominator is None
     needs = [need and not later for need in loss.needs]
