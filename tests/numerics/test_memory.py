@@ -105,7 +105,8 @@ MEASURES: dict[str, Callable[..., int]] = {"torch": measured_torch, "jax": measu
 HOW = [(False, "float32"), *((True, dtype) for dtype in DTYPES)]
 CALLS = [*product(FUNCTIONS, SIZES, HOW)]
 # In blocks of classes, as log-probabilities are
-RECOMPUTED = [*product((f"{NLL}, recompute", "chunked_logprobs"), SIZES[:3], DTYPES)]
+IN_BLOCKS = (*SIZES[:3], (512, 256, 16000))  # the last one in one chunk
+RECOMPUTED = [*product((f"{NLL}, recompute", "chunked_logprobs"), IN_BLOCKS, DTYPES)]
 
 
 @pytest.mark.parametrize("call", parameters(CALLS, every_pair(CALLS)))

@@ -139,9 +139,12 @@ def test_memory_is_that_of_the_plan():
         said = found_of(config, tokens=8192)[f"chunked_nll in {backend}"].said
         for platform, budget in budgets.items():
             plan = plan_chunks(8192, 128256, 4096, dtype="bfloat16", max_chunk_bytes=budget)
-            need = peak_bytes(plan, backend=backend, dtype="bfloat16", platform=platform) / 2**30
+            how = {"backend": backend, "dtype": "bfloat16", "platform": platform}
+            need, less = (peak_bytes(plan, **how, recompute=x) / 2**30 for x in (False, True))
             where = {"cpu": "on the CPU", "gpu": "on a GPU"}[platform]
-            assert f"{need:.2f} GiB {where} in {plan.num_chunks} chunks" in said
+            chunks = f"{plan.num_chunks} chunks ({less:.2f} with recompute=True)"
+            assert f"{need:.2f} GiB {where} in {chunks}" in said
+            assert less < need / 2
 
 
 @pytest.mark.torch
