@@ -88,11 +88,13 @@ def test_other_tokens_do_not_show(backend: str) -> None:
     assert not failures(findings.measurements)
 
 
-@pytest.mark.parametrize("upstream", [np.inf, np.nan])
-def test_of_no_token_that_counts_gradients_are_0(backend: str, upstream: float) -> None:
+@pytest.mark.parametrize(("tokens", "upstream"), [(37, np.inf), (37, np.nan), (0, 1.0)])
+def test_of_no_token_that_counts_gradients_are_0(
+    backend: str, tokens: int, upstream: float
+) -> None:
     """Whatever the upstream gradient, as of a mean over windows of which one is empty. Catches: 0
     times inf."""
-    problem = build(Case("nothing", 37, 24, 331, ignored=1.0), 7).changed(upstream=upstream)
+    problem = build(Case("nothing", tokens, 24, 331, ignored=1.0), 7).changed(upstream=upstream)
     found = run(backend, problem, recompute=True)
     assert found.loss == 0
     for name, x in found.gradients().items():
