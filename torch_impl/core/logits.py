@@ -150,11 +150,11 @@ class ChunkedLogits:
             )
             yield block_at(*of, fresh=as_made)
 
-    def scaled(self, factor_B: Tensor, rows: LogitsBlock) -> Tensor:
+    def scaled(self, factor_B: Tensor, temperature_B: Tensor | None) -> Tensor:
         """Factors of dz, times d z / d x where that is one number for a token."""
         if self.shape.scale is not None:
             factor_B = factor_B * self.shape.scale
-        return factor_B if rows.temperature_B is None else factor_B / rows.temperature_B
+        return factor_B if temperature_B is None else factor_B / temperature_B.to(factor_B.dtype)
 
 
 def block_at(

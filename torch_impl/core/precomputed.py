@@ -84,9 +84,9 @@ class PrecomputedLogits:
                 z_BV[:, self.local_size :] = -torch.inf
             yield block_at(tokens, self.temperature, span, token_index, z_BV, self.compute_dtype)
 
-    def scaled(self, factor_B: Tensor, rows: LogitsBlock) -> Tensor:
+    def scaled(self, factor_B: Tensor, temperature_B: Tensor | None) -> Tensor:
         """Factors of dz, times d z / d logit where that is one number for a token."""
-        return factor_B if rows.temperature_B is None else factor_B / rows.temperature_B
+        return factor_B if temperature_B is None else factor_B / temperature_B.to(factor_B.dtype)
 
 
 class LogitsRows:

@@ -311,7 +311,9 @@ class LocalTokens:
     def put(self, d_hidden: Tensor, dx_TH: Tensor, start: int, size: int, *, add: bool) -> None:
         """A chunk's d hidden into that of this rank's tokens, or added to it."""
         rows = self.local_tokens.token_index(start, start + size)
-        if add:
+        if add and isinstance(rows, slice):
+            d_hidden[rows].add_(dx_TH[:size])  # `+=` would copy the sum onto itself
+        elif add:
             d_hidden[rows] += dx_TH[:size]
         else:
             d_hidden[rows] = dx_TH[:size]

@@ -226,7 +226,7 @@ def classes_backward(upstream: Cotangents, call: HeadCall, options: Options) -> 
     entropy = loop.chunks_of.d_entropy  # of the tokens of any rank
     g, lse = upstream_rows(loop.local_tokens, upstream, kept, call, options)
     g, lse = loop.chunks_of.exchange(g, lse)
-    objective = Recompute(lse[0], lambda g_KB, _: coefficients(g_KB, entropy=entropy))
+    objective = Recompute(loop, lse[0], lambda g_KN: coefficients(g_KN, entropy=entropy))
     return recompute(call, loop, objective, g, needs)
 
 

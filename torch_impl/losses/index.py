@@ -118,7 +118,7 @@ class IndexLabels(Objective):
             out.values[:, rows.token_index] = ALGEBRA.values(stats, label, self.scalars)
         if out.needs_dz:
             # 6. and 7. dz of the rest in place of the logits, dz of the target beside it
-            factor_B = self.logits.scaled(factor_B, rows)
+            factor_B = self.logits.scaled(factor_B, rows.temperature_B)
             parts = stats.lse, stats.p_rest, factor_B
             dz = ALGEBRA.coefficients(*parts, label, self.scalars, size)
             out.sums.take(rows, kernels, stats.lse, dz)
@@ -183,12 +183,11 @@ def nll_backward(gradient: Tensor, residuals_3N: Tensor, call: HeadCall, loss: L
     factor_1N = torch.where(loop.local_tokens.valid, factor_N, 0.0)[None]
     kept_2N, factor_1N = loop.chunks_of.exchange(residuals_3N[:2], factor_1N)
 
-    def dz_of(factor_1B: Tensor, token_index: slice | Tensor) -> Coefficients:
-        lse_B, p_rest_B = kept_2N[:, token_index]
-        label, size = target_info(loop, token_index), loop.vocab.size
-        return ALGEBRA.coefficients(lse_B, p_rest_B, factor_1B[0], label, call.scalars, size)
+    def dz_of(factor_1N: Tensor) -> Coefficients:
+        label, size = target_info(loop, slice(None)), loop.vocab.size
+        return ALGEBRA.coefficients(*kept_2N, factor_1N[0], label, call.scalars, size)
 
-    return recompute(call, loop, Recompute(kept_2N[0], dz_of), factor_1N, needs)
+    return recompute(call, loop, Recompute(loop, kept_2N[0], dz_of), factor_1N, needs)
 
 
 def outputs_of(

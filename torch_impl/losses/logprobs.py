@@ -129,13 +129,11 @@ def logprobs_backward(upstream: Cotangents, call: HeadCall, values: Values) -> G
     g_3N = clean_upstream(loop.local_tokens, upstream, call.compute_dtype)
     residuals_4N, g_3N = loop.chunks_of.exchange(upstream.residuals, g_3N)
 
-    def dz_of(g_3B: Tensor, token_index: slice | Tensor) -> Coefficients:
-        residuals = Residuals(*residuals_4N[:, token_index])
-        return coefficients(
-            g_3B, residuals, entropy=entropy, smoothing=smoothing, vocab_size=vocab_size
-        )
+    def dz_of(g_3N: Tensor) -> Coefficients:
+        options: Any = {"entropy": entropy, "smoothing": smoothing, "vocab_size": vocab_size}
+        return coefficients(g_3N, Residuals(*residuals_4N), **options)
 
-    return recompute(call, loop, Recompute(residuals_4N[0], dz_of), g_3N, needs)
+    return recompute(call, loop, Recompute(loop, residuals_4N[0], dz_of), g_3N, needs)
 
 
 def clean_upstream(local: Selected, upstream: Cotangents, dtype: torch.dtype) -> Tensor:
@@ -146,10 +144,10 @@ def clean_upstream(local: Selected, upstream: Cotangents, dtype: torch.dtype) ->
 
 
 def coefficients(
-    g_3B: Tensor, kept: Residuals, *, entropy: bool, smoothing: float, vocab_size: int
+    g_3N: Tensor, kept: Residuals, *, entropy: bool, smoothing: float, vocab_size: int
 ) -> Coefficients:
     """Step 6, per token: of dz."""
-    g_logprob, g_entropy, g_lse = g_3B
+    g_logprob, g_entropy, g_lse = g_3N
     alpha, beta, slope = g_lse - g_logprob, None, g_lse
     if entropy:
         alpha, beta = alpha - g_entropy * kept.entropy, -g_entropy

@@ -224,15 +224,17 @@ class Recompute(Objective):
     """dz of logits that are computed again, of numbers [K, N] that each token has."""
 
     def __init__(
-        self, lse_N: Tensor, coefficients: Callable[[Tensor, slice | Tensor], Coefficients]
+        self, loop: HeadLoop, lse_N: Tensor, coefficients: Callable[[Tensor], Coefficients]
     ) -> None:
-        """`coefficients` of a block's numbers [K, B], and of where its tokens are in the N."""
-        self.lse_N, self.coefficients = lse_N, coefficients
+        """`coefficients` of the numbers of all tokens, once for every block of classes."""
+        self.tokens, self.lse_N, self.coefficients = loop.chunks_of, lse_N, coefficients
+        self.dz: Coefficients | None = None
 
     def step(self, rows: LogitsBlock, kernels: Any, out: Out) -> None:
-        factor_KB = self.logits.scaled(out.factor[:, rows.token_index], rows)
-        dz = self.coefficients(factor_KB, rows.token_index)
-        out.sums.take(rows, kernels, self.lse_N[rows.token_index], dz)
+        if self.dz is None:
+            self.dz = self.coefficients(self.logits.scaled(out.factor, self.tokens.temperature))
+        dz = [None if x is None else x[rows.token_index] for x in self.dz]
+        out.sums.take(rows, kernels, self.lse_N[rows.token_index], Coefficients(*dz))
 
 
 def recompute(

@@ -151,7 +151,7 @@ class Divergence(PairedObjective):
         out.values[:, token_index] = torch.stack(values)
         for k, part in enumerate(unit.parts()) if out.needs_dz else ():
             rows, _, at = part
-            factor_B = self.logits.scaled(out.factor[rows.token_index], rows)
+            factor_B = self.logits.scaled(out.factor[rows.token_index], rows.temperature_B)
             nll_dz = -weight * untempered(factor_B, rows) if weight else None
             dz_terms = DzTerms(factor_B * dz.gain[at], factor_B * dz.shift[at])
             p = unit_values.p_labels[k] if tempered else None
@@ -172,7 +172,7 @@ class DivergenceRecompute(PairedRecompute):
         p_labels = self.pair.recompute(unit, kernels, self.residuals_7N[:4], tempered_nll=tempered)
         rows = part[0]
         known = Residuals(*self.residuals_7N[:, rows.token_index])
-        factor_B, nll_dz = self.logits.scaled(out.factor[rows.token_index], rows), None
+        factor_B, nll_dz = self.logits.scaled(out.factor[rows.token_index], rows.temperature_B), None
         if self.call.scalars.nll_weight:
             nll_dz = untempered(factor_B, rows) * known.nll_dz
         dz = DzTerms(factor_B * known.gain, factor_B * known.shift)
