@@ -73,12 +73,14 @@ SHAPED = ("bias_ptr", "scale_ptr", "softcap", "temperature_ptr")
 READ_ROWS = ("loss_rows", "stats_rows", "dz_rows", "pair_")
 OF_PAIRS = tuple(f"{whose}_{name}" for whose in "st" for name in SHAPED)
 OF_DELTA = ("delta_ptr", "left_out_ptr")
+NOT_ROUNDED = {"ROUND_TARGET": False}
 FLAGS = {
     "ENTROPY": False,
     "SMOOTHING": False,
     "PREDICTED": False,
     "FIRST": False,
     "TARGET": False,
+    "ROUND_TARGET": True,
     "GRADIENT": True,
     "IN_PLACE": True,
     "ROUND": tl.bfloat16,
@@ -120,7 +122,7 @@ def variants() -> dict[str, tuple[Any, dict[str, Any]]]:
             programs.dz_rows, {"with": (*SHAPED, *coefficients, "weights_ptr")},
         ),
         "dz_rows, given in bfloat16": (
-            programs.dz_rows, {"z_ptr": "*bf16", "IN_PLACE": False, "TARGET": True},
+            programs.dz_rows, {"z_ptr": "*bf16", "IN_PLACE": False, "TARGET": True, **NOT_ROUNDED},
         ),
     }  # fmt: skip
     for kind, name in enumerate(DIVERGENCES):

@@ -19,7 +19,7 @@ from torch import Tensor
 from xentlib.plan import BLOCK_CLASSES, GROUP_TOKENS
 from xentlib.shards import VocabShard
 from xentlib.torch.core.gradients import Gradients, GradientSums
-from xentlib.torch.core.logits import ChunkedLogits
+from xentlib.torch.core.logits import ChunkedLogits, Shared, num_parts
 from xentlib.torch.core.loop import HeadLoop, Rows
 from xentlib.torch.core.tokens import LocalTokens, LocalVocab
 from xentlib.torch.core.vocab import ShardedVocab
@@ -46,7 +46,8 @@ class LocalBlocks(Rows):
         """Tokens whose statistics of all blocks are made before those of others, and the blocks:
         three numbers of a token and 128 classes. Of a shard all tokens', whose ranks meet once."""
         tokens = loop.chunks_of
-        if self.vocab.sharded or tokens.all.computed <= GROUP_TOKENS:
+        count, rows = tokens.all.computed, tokens.all.rows
+        if self.vocab.sharded or not count or (count <= GROUP_TOKENS and rows is None):
             yield slice(None), self.blocks(loop)
             return
         for start in range(0, tokens.all.computed, GROUP_TOKENS):
@@ -59,6 +60,8 @@ class LocalBlocks(Rows):
         # A target that is elsewhere has a column beyond those that are planned.
         columns = min(BLOCK_CLASSES, self.vocab.largest)
         plan = chunks_of.plan(columns, columns * call.compute_dtype.itemsize)
+        parts = sum(num_parts(stop - start) for start, stop in self.bounds())
+        shared = Shared(plan, parts, self.memory)
         for start, stop in self.bounds():
             shard = VocabShard(self.first + start, self.first + stop, self.vocab.size)
             logits = ChunkedLogits(
@@ -71,10 +74,9 @@ class LocalBlocks(Rows):
                 LocalVocab(self.vocab.size, shard),
                 loop.class_weights,  # of whole heads alone, whose number has been checked
                 kernel_cls=loop.kernel_cls,
-                plan=plan,
-                memory=self.memory,
+                shared=shared,
             )
-            self.memory = logits.memory
+            self.memory = shared.memory
             yield logits
             # A copy in a CPU's dtype of products is not to stand beside the next one.
             logits.operand_VH = logits.operand_VH.new_empty(0, logits.hidden_size)

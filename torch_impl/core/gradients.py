@@ -15,7 +15,7 @@ from torch import Tensor
 
 from xentlib.checks.shards import SHARDS
 from xentlib.math.softmax import Coefficients
-from xentlib.plan.split import CPU_ROWS
+from xentlib.plan.split import CPU_ROWS, ChunkPlan
 from xentlib.torch.core.consistency import all_gather, group_named
 from xentlib.torch.core.device import device_info, host_readable
 from xentlib.torch.core.eager import Eager
@@ -31,10 +31,13 @@ BIAS = 2  # of the gradients, the one that comes from no product
 WEIGHT_TOKENS = CPU_ROWS
 
 
-def order_in_chunks(logits: ChunkedLogits, y_M: Tensor) -> Tensor:
-    """[M]: the computed tokens of each chunk sorted by label, those of a label as they come."""
-    chunk_M = torch.arange(y_M.shape[0], device=y_M.device) // logits.plan.chunk_tokens
-    return torch.sort(chunk_M * (logits.local_size + 1) + y_M, stable=True).indices
+def order_in_chunks(plan: ChunkPlan, y_M: Tensor, labels: int) -> Tensor:
+    """[M]: the computed tokens of each chunk sorted by label, those of a label as they come; of so
+    many labels."""
+    if plan.num_chunks > 1:
+        chunk_M = torch.arange(y_M.shape[0], device=y_M.device) // plan.chunk_tokens
+        y_M = chunk_M * labels + y_M
+    return torch.sort(y_M, stable=True).indices
 
 
 def needs_transpose(transposed: bool, device: torch.device) -> bool:
@@ -120,7 +123,8 @@ class GradientSums:
         if weight is None:
             weight = torch.empty(shape if needs[1] else (0, 0), **logits.like)
         self.weight = weight
-        self.bias = torch.zeros(logits.local_size if needs[2] else 0, **logits.like)
+        bias = torch.zeros if needs[2] else torch.empty
+        self.bias = bias(logits.local_size if needs[2] else 0, **logits.like)
         self.low = (
             None
             if logits.low is None
@@ -138,7 +142,8 @@ class GradientSums:
         self.dz_y_T = torch.empty(logits.plan.chunk_tokens, **logits.like)
         token_index = logits.tokens.token_index(0, logits.tokens.computed)
         self.targets_M = logits.tokens.labels[token_index]
-        if logits.kernel_cls.sorted_targets:
+        self.shared = logits.shared if logits.looks_for_targets else None
+        if logits.kernel_cls.sorted_targets and self.shared is None:
             # A token that is masked has no target: of many, one program would add up all.
             valid_M = logits.tokens.valid[token_index]
             self.targets_M = torch.where(valid_M, self.targets_M, logits.local_size)
@@ -146,8 +151,16 @@ class GradientSums:
     @cached_property  # while the device is at the first chunk's products, which do not wait for it
     def order_M(self) -> Tensor | None:
         """For kernels that want `sorted_targets`."""
-        wanted = self.logits.kernel_cls.sorted_targets and (self.needs[1] or self.needs[4])
-        return order_in_chunks(self.logits, self.targets_M) if wanted else None
+        logits, shared = self.logits, self.shared
+        if not (logits.kernel_cls.sorted_targets and (self.needs[1] or self.needs[4])):
+            return None
+        if shared is None or shared.targets_N is None:
+            return order_in_chunks(logits.plan, self.targets_M, logits.local_size + 1)
+        if shared.order_M is None:
+            token_index = logits.tokens.token_index(0, logits.tokens.computed)
+            targets_M = shared.targets_N[token_index]
+            shared.order_M = order_in_chunks(logits.plan, targets_M + 1, logits.vocab.size + 1)
+        return shared.order_M
 
     def passes(self, exponent: Tensor | None) -> Iterator[tuple[ChunkedLogits, GradientSums]]:
         """Walks over the head, with the sums of each: one."""
@@ -158,21 +171,25 @@ class GradientSums:
         into_BV = None
         if self.dz_TV is not self.logits.logits_TV:
             into_BV = self.dz_TV[rows.span, : self.logits.local_size]
-        return DzOutput(into_BV, self.logits.gemm_dtype, column_sums=column_sums)
+        dz_y_B = None if column_sums else self.dz_y_T[rows.span]
+        return DzOutput(into_BV, self.logits.gemm_dtype, dz_y_B, column_sums=column_sums)
 
     def take(self, rows: LogitsBlock, kernels: Kernels, lse_B: Tensor, of: Coefficients) -> None:
         """Steps 6 and 7 for a block: dz of the rest in place of the logits, that of the target
         beside it, both rounded to the GEMM dtype."""
         need_bias = self.needs[2] and bool(self.logits.local_size)
-        dz_y_B, part_V = kernels.dz(rows, lse_B, of, self.output(rows, column_sums=need_bias))
+        out = self.output(rows, column_sums=need_bias)
+        dz_y_B, part_V = kernels.dz(rows, lse_B, of, out)
         if part_V is not None:
             # A block's sums first: one after the other, 6,250 terms of one label err by 30 u.
             # A target of another rank is put into column 0, where its term is 0.
-            y_B, owned_B = rows.y_B1[:, 0], rows.owned_B
-            y_B = y_B if owned_B is None else torch.where(owned_B, y_B, 0)
+            y_B = rows.y_B1[:, 0]
+            if self.logits.vocab.shard is not None:
+                y_B = torch.where((y_B >= 0) & (y_B < self.logits.local_size), y_B, 0)
             add_rows_(part_V, y_B, dz_y_B)
             self.bias.add_(part_V)
-        self.dz_y_T[rows.span] = dz_y_B.to(self.logits.gemm_dtype)
+        if dz_y_B is not out.dz_y_B:
+            self.dz_y_T[rows.span] = dz_y_B.to(self.logits.gemm_dtype)
 
     def put(self, rows: LogitsBlock, kernels: Eager) -> None:
         """Step 7 for a block whose dz, the target's included, is in place of its logits."""
@@ -207,12 +224,15 @@ class GradientSums:
         if low is not None and activations is not None and (self.needs[0] or self.needs[3]):
             du_TR = low.backprop_lora(dz_TV, terms)
         if self.needs[0]:
-            view_TH = None
-            if padded == size and not self.added:
+            view_TH, adds = None, self.added and device_info(z_TV).wide_products
+            if padded == size and (adds or not self.added):
                 view_TH = self.tokens.view(self.hidden, chunk.start, size)
             dx_TH = z_TV.new_empty(padded, logits.hidden_size) if view_TH is None else view_TH
             with gemm_precision(logits.gemm_dtype, z_TV.device):
-                mm(dz_TV, logits.operand_VH, out=dx_TH)
+                if self.added and view_TH is not None:  # a GPU adds as it stores
+                    addmm_(dx_TH, dz_TV, logits.operand_VH, first=False)
+                else:
+                    mm(dz_TV, logits.operand_VH, out=dx_TH)
             if low is not None and activations is not None:
                 low.add_to_hidden(dx_TH, du_TR, activations)
             logits.kernel_cls.add_to_hidden(dx_TH[:size], terms, logits.operand_VH)

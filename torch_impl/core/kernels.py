@@ -51,6 +51,9 @@ class LogitsBlock:
     z_more_BK: Tensor | None = None  # logits of the further classes, once the target's is known
     top_BK: Tensor | None = None  # columns of the largest, as numbers of the dtype, if wanted
     z_top_BK: Tensor | None = None  # and their logits
+    stats_Bb4: Tensor | None = (
+        None  # where statistics are written: m, s, ones, sum_ed of 128 columns
+    )
 
 
 class DzOutput(NamedTuple):
@@ -58,6 +61,7 @@ class DzOutput(NamedTuple):
 
     into_BV: Tensor | None = None  # in place of the logits, if None
     round_to: torch.dtype | None = None
+    dz_y_B: Tensor | None = None  # where programs may write the target's, rounded
     with_target: bool = False  # the target's, rounded, is put into its column as well
     column_sums: bool = False
 
@@ -79,6 +83,14 @@ class LossTerms(NamedTuple):
     weights_sum: Tensor | None  # of all classes
     values_7B: Tensor  # written: loss, z-loss part, logprob, entropy, lse, correct, predicted
     dz_y_B: Tensor | None  # written: dz of the target, rounded as the rest is; None: no gradient
+
+
+def stats_in(
+    four_Bb4: Tensor, wanted: WantedStats, top: Tensor | None = None, sum_d: Tensor | None = None
+) -> BlockStats:
+    """Statistics of blocks of 128 columns, m, s, ones and sum_ed, as programs write them."""
+    m, s, ones, sum_ed = four_Bb4.permute(2, 1, 0)
+    return BlockStats(m, ones, s, sum_ed if wanted.entropy else None, top, sum_d)
 
 
 class Kernels(Protocol):

@@ -7,11 +7,13 @@ GEMM's tile), B rows of a block.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from xentlib.math.softmax import BLOCK_COLUMNS, WantedStats
 from xentlib.plan import ChunkPlan, block_bytes, pad_columns, pad_rows
 from xentlib.torch.core.device import device_info
 from xentlib.torch.core.gemm import gemm_precision, mm, operand
@@ -29,6 +31,19 @@ class Chunk(NamedTuple):
     low: LoraActivations | None  # what the low-rank part of the head has of them
 
 
+@dataclass(slots=True)
+class Shared:
+    """What blocks of classes of one head have alike, which some tokens pass one after the other."""
+
+    plan: ChunkPlan
+    parts: int  # of 128 columns each, of all blocks: those that have statistics of their own
+    memory: Tensor | None = None  # of the logits, one block's at a time
+    x_TH: Tensor | None = None  # the operand, of tokens that are in one chunk
+    # Of kernels that look whether a target is one of their columns:
+    targets_N: Tensor | None = None  # in the order of classes, -1 for a token that is masked
+    order_M: Tensor | None = None  # of each chunk by target, once a block has needed it
+
+
 class ChunkedLogits:
     """Steps 1 and 2 of some rows of a head: logits of one chunk after the other, in one buffer."""
 
@@ -41,16 +56,15 @@ class ChunkedLogits:
         *,
         kernel_cls: type[Kernels] | None = None,
         paired_with: ChunkedLogits | None = None,
-        plan: ChunkPlan | None = None,
-        memory: Tensor | None = None,
+        shared: Shared | None = None,
     ) -> None:
         """Of the rows of `call`; `chunks_of` says whose tokens are in a chunk, which have been
         exchanged by now, and `vocab` which classes the rows are. `kernel_cls`: other kernels than
         the device's; `paired_with`: in the same chunks and blocks as those of another head;
-        `plan`: of their chunks; `memory`: of logits that are done with."""
+        `shared`: with other blocks of classes."""
         hidden, compute_dtype = call.hidden, call.compute_dtype
         self.chunks_of, self.vocab, self.class_weights = chunks_of, vocab, class_weights
-        self.tokens, self.gathered = chunks_of.all.of_columns(vocab), chunks_of.gathered
+        self.shared, self.gathered = shared, chunks_of.gathered
         self.ignore_index, self.transposed = call.ignore_index, call.transposed
         # Where tokens are gathered each rank keeps its own part of d hidden.
         self.sums_hidden = call.reduce_hidden and not chunks_of.gathered
@@ -58,6 +72,15 @@ class ChunkedLogits:
         self.hidden = hidden
         self.like: dict[str, Any] = {"dtype": compute_dtype, "device": hidden.device}
         self.kernel_cls = kernel_cls or kernels_for(hidden.device, compute_dtype, call.scalars)
+        tokens, spare = chunks_of.all, self.kernel_cls.spare_column
+        self.looks_for_targets = not (shared is None or spare or tokens.more is not None)
+        if shared is None or not self.looks_for_targets:
+            self.tokens = tokens.of_columns(vocab)
+        else:
+            if shared.targets_N is None:
+                shared.targets_N = torch.where(tokens.valid, tokens.targets, -1)
+            first = 0 if vocab.shard is None else vocab.shard.start
+            self.tokens = tokens._replace(labels=shared.targets_N - first, owned=None)
         # Rows beyond those of the vocabulary are padding.
         weight_VH = call.rows_VH[: vocab.local_size]
         self.local_rows = call.columns
@@ -71,9 +94,12 @@ class ChunkedLogits:
         columns = self.width
         if not whole:  # chunks of the same tokens on all ranks
             columns = max(vocab.largest, self.local_size) + self.kernel_cls.spare_column
-        if plan is None:
-            plan = chunks_of.plan(columns, row_bytes) if paired_with is None else paired_with.plan
-        self.plan: ChunkPlan = plan
+        if shared is not None:
+            self.plan = shared.plan
+        elif paired_with is not None:
+            self.plan = paired_with.plan
+        else:
+            self.plan = chunks_of.plan(columns, row_bytes)
         self.block_rows = self.plan.chunk_tokens
         if not self.kernel_cls.whole_chunks:
             self.block_rows = self.plan.block_tokens(block_bytes(hidden.device.type))
@@ -91,10 +117,16 @@ class ChunkedLogits:
         )
         rows = pad_rows(self.plan.chunk_tokens) if self.plan.num_tokens else 0
         columns = pad_columns(self.width) if device_info(hidden).aligned_rows else self.width
-        self.memory = torch.empty(rows * columns, **self.like) if memory is None else memory
-        self.buffer_TL = self.memory[: rows * columns].view(rows, columns)
+        memory = None if shared is None else shared.memory
+        if memory is None:
+            memory = torch.empty(rows * columns, **self.like)
+        if shared is not None:
+            shared.memory = memory
+        self.buffer_TL = memory[: rows * columns].view(rows, columns)
         self.logits_TV = self.buffer_TL[:, : self.width]
         self.filled = False
+        # Where kernels write statistics of 128 columns: a part of those of all blocks of classes
+        self.stats_Nb4: Tensor | None = None
 
     @property
     def labels(self) -> Tensor:
@@ -104,21 +136,36 @@ class ChunkedLogits:
     def ids(self) -> Tensor | None:
         return self.chunks_of.ids
 
+    def stats_memory(self, wanted: WantedStats) -> Tensor | None:
+        """[N, parts, 4] for the statistics of all blocks of classes, of kernels that write them
+        where they stay; that of a rank without a class is 0."""
+        shared, by_index = self.shared, self.tokens.rows is not None
+        if shared is None or by_index or not self.looks_for_targets:
+            return None
+        if wanted.predicted:  # the class of each block's largest stands elsewhere
+            return None
+        make = torch.empty if self.local_size else torch.zeros
+        return make(self.tokens.valid.shape[0], shared.parts, 4, **self.like)
+
     def keep_filled(self) -> None:
         """After statistics of all tokens: a single chunk keeps its logits for the next pass, unless
         that needs a softcap's derivative."""
         self.filled = self.plan.num_chunks == 1 and self.shape.scalars.softcap is None
 
     def chunks(self) -> Iterator[Chunk]:
-        hidden = self.chunks_of.chunks(self.plan)
+        hidden, shared = self.chunks_of.chunks(self.plan), self.shared
         for start, stop in self.plan.bounds():
-            size = stop - start
-            x_TH, keep_TH = next(hidden)
-            x_TH = operand(x_TH, self.gemm_dtype, self.compute_dtype).contiguous()
-            fill = pad_rows(size) - size
-            if fill:
-                x_TH = torch.cat([x_TH, x_TH.new_zeros(fill, self.hidden_size)])
-            z_TV = self.logits_TV[: size + fill]
+            size, keep_TH = stop - start, None
+            x_TH = None if shared is None else shared.x_TH
+            if x_TH is None:
+                x_TH, keep_TH = next(hidden)
+                x_TH = operand(x_TH, self.gemm_dtype, self.compute_dtype).contiguous()
+                fill = pad_rows(size) - size
+                if fill:
+                    x_TH = torch.cat([x_TH, x_TH.new_zeros(fill, self.hidden_size)])
+                if shared is not None and self.plan.num_chunks == 1:
+                    shared.x_TH = x_TH
+            z_TV = self.logits_TV[: len(x_TH)]
             activations = None if self.low is None else self.low.activations(x_TH, keep_TH)
             if not self.filled and self.local_size:
                 with gemm_precision(self.gemm_dtype, self.hidden.device):
@@ -148,13 +195,21 @@ class ChunkedLogits:
                 z_BV,
                 self.compute_dtype,
             )
-            yield block_at(*of, fresh=as_made)
+            block = block_at(*of, fresh=as_made)
+            if self.stats_Nb4 is not None:
+                block.stats_Bb4 = self.stats_Nb4[token_index]
+            yield block
 
     def scaled(self, factor_B: Tensor, temperature_B: Tensor | None) -> Tensor:
         """Factors of dz, times d z / d x where that is one number for a token."""
         if self.shape.scale is not None:
             factor_B = factor_B * self.shape.scale
         return factor_B if temperature_B is None else factor_B / temperature_B.to(factor_B.dtype)
+
+
+def num_parts(columns: int) -> int:
+    """Of 128 columns, which have statistics of their own; of no column there is one."""
+    return -(-max(1, columns) // BLOCK_COLUMNS)
 
 
 def block_at(

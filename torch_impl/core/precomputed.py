@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from xentlib.math.softmax import WantedStats
 from xentlib.plan import block_bytes, block_tokens
 from xentlib.torch.core.device import chunk_bytes
 from xentlib.torch.core.gradients import Gradients
@@ -83,6 +84,9 @@ class PrecomputedLogits:
                     z_BV.masked_fill_(~tokens.valid[token_index, None], 0.0)
                 z_BV[:, self.local_size :] = -torch.inf
             yield block_at(tokens, self.temperature, span, token_index, z_BV, self.compute_dtype)
+
+    def stats_memory(self, wanted: WantedStats) -> None:
+        """As `ChunkedLogits` has it: there are no blocks of classes."""
 
     def scaled(self, factor_B: Tensor, temperature_B: Tensor | None) -> Tensor:
         """Factors of dz, times d z / d logit where that is one number for a token."""

@@ -10,25 +10,24 @@ from torch import Tensor
 
 from xentlib.math.softmax import Algebra, BlockStats, NonTargetStats, TokenStats, WantedStats
 from xentlib.torch.core.algebra import ALGEBRA
-from xentlib.torch.core.logits import Chunk, ChunkedLogits
+from xentlib.torch.core.kernels import stats_in
+from xentlib.torch.core.logits import Chunk, ChunkedLogits, num_parts
 from xentlib.torch.core.tokens import check_ids, check_labels, target_info
 
 
 class ColumnStats(NamedTuple):
-    """Of some columns: the target's logit and whether it is one of them, the others' statistics,
+    """Of some columns: the target's logit, -inf where it is none of them, the others' statistics,
     and their weight; and what makes statistics of all columns out of them."""
 
     algebra: Algebra
     z_y: Tensor
-    owned: Tensor
     rest: BlockStats  # of one part of the columns, or of several
-    weight: Tensor | float
+    weight: Tensor | float = 0.0  # for label smoothing
     more: Tensor | None = None  # [K, tokens] logits of further classes, 0 where one is elsewhere
     top: Tensor | None = None  # [2, M, tokens] of the largest, as `LocalVocab.offered` has them
 
     def joined(self, other: ColumnStats) -> ColumnStats:
         """With those of other columns."""
-        z_y = torch.where(self.owned, self.z_y, 0.0) + torch.where(other.owned, other.z_y, 0.0)
         both, sum_d = (self, other), None
         if self.rest.sum_d is not None:
             maxima = [ALGEBRA.largest(x.rest) for x in both]
@@ -38,10 +37,10 @@ class ColumnStats(NamedTuple):
         pairs = zip(self.rest[:-1], other.rest[:-1], strict=True)
         fields = [None if x is None else (*as_tuple(x), *as_tuple(y)) for x, y in pairs]
         rest = BlockStats(*fields)._replace(sum_d=sum_d)
-        owned, weight = self.owned | other.owned, self.weight + other.weight
+        z_y, weight = torch.maximum(self.z_y, other.z_y), self.weight + other.weight
         more = None if self.more is None or other.more is None else self.more + other.more
         top = None if self.top is None or other.top is None else torch.cat((self.top, other.top), 1)
-        return ColumnStats(self.algebra, z_y, owned, rest, weight, more, top)
+        return ColumnStats(self.algebra, z_y, rest, weight, more, top)
 
 
 def as_tuple(x: Any) -> tuple[Tensor, ...]:
@@ -74,21 +73,48 @@ def columns_of_loop(loop: Any, wanted: WantedStats) -> ColumnStats:
             whole[..., index] = value
         return whole
 
-    algebra, z_y, owned, rests, *others = zip(*(columns for _, columns in parts))
+    algebra, z_y, rests, weights, *others = zip(*(columns for _, columns in parts))
     rest = BlockStats(*(of_all(*x) for x in zip(*rests)))
-    return ColumnStats(
-        algebra[0], of_all(*z_y), of_all(*owned), rest, *(of_all(*x) for x in others)
-    )
+    weight = of_all(*weights) if isinstance(weights[0], Tensor) else weights[0]
+    return ColumnStats(algebra[0], of_all(*z_y), rest, weight, *(of_all(*x) for x in others))
 
 
 def columns_of_blocks(blocks: Iterable[ChunkedLogits], wanted: WantedStats) -> ColumnStats:
     all_columns: ColumnStats | None = None
+    stats_Nb4, done = None, 0
     for logits in blocks:
-        block_stats = columns_of(logits, wanted)
+        if stats_Nb4 is None:
+            stats_Nb4 = logits.stats_memory(wanted)
+        if stats_Nb4 is None:
+            block_stats = columns_of(logits, wanted)
+        else:
+            first, done = done, done + num_parts(logits.local_size)
+            block_stats = put_in_place(logits, wanted, stats_Nb4[:, first:done])
         logits.keep_filled()
         all_columns = block_stats if all_columns is None else all_columns.joined(block_stats)
     assert all_columns is not None
+    if stats_Nb4 is not None:  # those of all blocks are one part
+        rest = stats_in(stats_Nb4, wanted, sum_d=all_columns.rest.sum_d)
+        all_columns = all_columns._replace(rest=rest)
     return all_columns
+
+
+def put_in_place(logits: ChunkedLogits, wanted: WantedStats, stats_Nb4: Tensor) -> ColumnStats:
+    """Of a block of classes, by programs that write its statistics [N, parts, 4] where those of
+    all blocks are."""
+    logits.stats_Nb4 = stats_Nb4
+    parts = [
+        logits.kernels().stats(rows, wanted, dz_follows=False)
+        for chunk in logits.chunks()
+        for rows in logits.blocks(chunk)
+    ]
+    z_y, sum_d = parts[0][0] if parts else stats_Nb4.new_empty(0), None
+    if len(parts) > 1:
+        z_y = torch.cat([z_B for z_B, _ in parts])
+    if wanted.smoothing:
+        sum_d = torch.cat([z_y[:0], *(x.sum_d for _, x in parts if x.sum_d is not None)])
+    rest = stats_in(stats_Nb4, wanted, sum_d=sum_d)
+    return ColumnStats(logits.kernel_cls.algebra, z_y, rest, rest_weight(logits, wanted))
 
 
 def chunk_stats(logits: ChunkedLogits, chunk: Chunk, wanted: WantedStats) -> TokenStats:
@@ -126,14 +152,24 @@ def columns_of(logits: Any, wanted: WantedStats, chunk: Chunk | None = None) -> 
             more = torch.where(further.at(token_index).owned.T, more, 0.0)
     if rest.top is not None:
         rest = rest._replace(top=logits.vocab.to_class(rest.top))
-    owned = logits.tokens.owned
-    here = torch.ones_like(z_y, dtype=torch.bool) if owned is None else owned[token_index]
+    weight = rest_weight(logits, wanted, token_index)
+    return ColumnStats(logits.kernel_cls.algebra, z_y, rest, weight, more, top)
+
+
+def rest_weight(
+    logits: Any, wanted: WantedStats, token_index: slice | Tensor = slice(None)
+) -> Tensor | float:
+    """Of the columns without the target, for label smoothing."""
+    if not wanted.smoothing:
+        return 0.0
     weight: Tensor | float = float(logits.local_size)
     if logits.own_weights is not None:
         weight = logits.own_weights.sum()
-    label = target_info(logits, token_index)
-    rest_weight = weight - label.weight * here.to(z_y.dtype)
-    return ColumnStats(logits.kernel_cls.algebra, z_y, here, rest, rest_weight, more, top)
+    y = logits.tokens.labels[token_index]
+    here = (y >= 0) & (y < logits.local_size)
+    target: Tensor | float = target_info(logits, token_index).weight
+    weight_N: Tensor = weight - target * here.to(logits.compute_dtype)
+    return weight_N
 
 
 def put_stats(
@@ -170,17 +206,23 @@ def unpacked(packed: Tensor, wanted: WantedStats) -> tuple[Tensor, BlockStats]:
 
 def combined(part: Any, columns: ColumnStats, token_index: slice | Tensor) -> TokenStats:
     """Step 5 for tokens at `places`: with the columns of all shards, one MAX and one packed SUM."""
-    z_y, rest = over_shards(part, columns)
+    z_y, rest = over_shards(part, columns, token_index)
     label = target_info(part, token_index)
     return columns.algebra.token_stats(z_y, rest, part.vocab.size, label)
 
 
-def over_shards(part: Any, columns: ColumnStats) -> tuple[Tensor, NonTargetStats]:
+def over_shards(
+    part: Any, columns: ColumnStats, token_index: slice | Tensor = slice(None)
+) -> tuple[Tensor, NonTargetStats]:
     """The target's logit and the statistics of the rest of all columns."""
     vocab, tokens = part.vocab, part.tokens
     # Of tokens that are gathered all ranks have as many in a chunk, and know it.
     most = len(columns.z_y) if part.gathered else tokens.valid.shape[0]
-    z_y, rest = vocab.combine(*columns[:-2], most)
+    owned = torch.ones_like(columns.z_y, dtype=torch.bool)
+    if tokens.owned is not None:
+        owned = tokens.owned[token_index]
+    algebra, z_y, rest, weight, *_ = columns
+    z_y, rest = vocab.combine(algebra, z_y, owned, rest, weight, most)
     if vocab.sharded:
         check_ids(part.ids, tokens.valid, vocab.size)
         check_labels(part.labels, tokens.bad, part.ignore_index, vocab.size)

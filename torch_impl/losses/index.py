@@ -185,7 +185,8 @@ def nll_backward(gradient: Tensor, residuals_3N: Tensor, call: HeadCall, loss: L
 
     def dz_of(factor_1N: Tensor) -> Coefficients:
         label, size = target_info(loop, slice(None)), loop.vocab.size
-        return ALGEBRA.coefficients(*kept_2N, factor_1N[0], label, call.scalars, size)
+        lse, p_rest = kept_2N
+        return ALGEBRA.coefficients(lse, p_rest, factor_1N[0], label, call.scalars, size)
 
     return recompute(call, loop, Recompute(loop, kept_2N[0], dz_of), factor_1N, needs)
 

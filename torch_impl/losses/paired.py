@@ -172,7 +172,8 @@ class DivergenceRecompute(PairedRecompute):
         p_labels = self.pair.recompute(unit, kernels, self.residuals_7N[:4], tempered_nll=tempered)
         rows = part[0]
         known = Residuals(*self.residuals_7N[:, rows.token_index])
-        factor_B, nll_dz = self.logits.scaled(out.factor[rows.token_index], rows.temperature_B), None
+        factor_B = self.logits.scaled(out.factor[rows.token_index], rows.temperature_B)
+        nll_dz = None
         if self.call.scalars.nll_weight:
             nll_dz = untempered(factor_B, rows) * known.nll_dz
         dz = DzTerms(factor_B * known.gain, factor_B * known.shift)

@@ -27,7 +27,14 @@ from xentlib.math.softmax import (
 )
 from xentlib.torch.core.algebra import ALGEBRA, InSlices
 from xentlib.torch.core.gemm import add_rows_
-from xentlib.torch.core.kernels import DzOutput, LogitsBlock, LogitTransform, LossTerms, TargetTerms
+from xentlib.torch.core.kernels import (
+    DzOutput,
+    LogitsBlock,
+    LogitTransform,
+    LossTerms,
+    TargetTerms,
+    stats_in,
+)
 from xentlib.torch.triton import programs
 from xentlib.torch.triton.elementary import INTERPRETED, scale
 
@@ -135,20 +142,20 @@ class Triton:
         if rows.more is not None:
             rows.z_more_BK = self.logits_at(rows, rows.more.columns)
             self.take_out(rows)
-        blocks_BFb = self.blocks_of(rows, wanted)
-        tokens = blocks_BFb.new_empty(1 + wanted.smoothing, len(blocks_BFb))
+        four, top = rows.stats_Bb4, None
+        if four is None:
+            blocks_BFb = self.blocks_of(rows, wanted)
+            four = blocks_BFb[:, :4].flatten(1).unflatten(1, (-1, 4))
+            top = blocks_BFb[:, 4].T if wanted.predicted else None
+        tokens = four.new_empty(1 + wanted.smoothing, len(four))
         self.launch(
             programs.stats_rows, rows, **self.shape_of(rows), tokens_ptr=tokens,
-            ld_tokens=tokens.stride(0), blocks_ptr=blocks_BFb, blocks=blocks_BFb.shape[2],
+            ld_tokens=tokens.stride(0), blocks_ptr=four, ld_blocks=four.stride(0),
+            blocks=four.shape[1],
             ENTROPY=wanted.entropy, SMOOTHING=wanted.smoothing, PREDICTED=wanted.predicted,
             **options(self.shape.columns),
         )  # fmt: skip
-        four, top = blocks_BFb[:, :4].flatten(1).unflatten(1, (-1, 4)), None
-        m, s, ones, sum_ed = four.permute(2, 1, 0)
-        if wanted.predicted:
-            top = blocks_BFb[:, 4].T
-        sum_d = tokens[1] if wanted.smoothing else None
-        return tokens[0], BlockStats(m, ones, s, sum_ed if wanted.entropy else None, top, sum_d)
+        return tokens[0], stats_in(four, wanted, top, tokens[1] if wanted.smoothing else None)
 
     def dz(
         self, rows: LogitsBlock, lse_B: Tensor, of: Coefficients, out: DzOutput
@@ -157,11 +164,12 @@ class Triton:
         if rows.more is not None:
             self.take_out(rows)
         sums_V = self.column_sums(rows, lse_B, of) if out.column_sums else None
-        dz_y_B = torch.empty_like(lse_B)
+        dz_y_B = torch.empty_like(lse_B) if out.dz_y_B is None else out.dz_y_B
         self.launch(
             programs.dz_rows, rows, **self.shape_of(rows), **self.written(rows, out),
             lse_ptr=lse_B, alpha_ptr=of.alpha, beta_ptr=of.beta, gamma_ptr=of.gamma,
             own_ptr=of.target, dz_y_ptr=dz_y_B, TARGET=out.with_target,
+            ROUND_TARGET=out.dz_y_B is not None,
             **options(self.shape.columns),
         )  # fmt: skip
         if of.more is not None and self.shape.columns:

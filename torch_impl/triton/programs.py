@@ -41,16 +41,16 @@ def of_row(row, y_ptr, scale_ptr, temperature_ptr, ld_temperature):
 @triton.jit(do_not_specialize=VARYING)
 def stats_rows(
     z_ptr, ld, y_ptr, valid_ptr, bias_ptr, scale_ptr, softcap, temperature_ptr, ld_temperature,
-    weights_ptr, tokens_ptr, ld_tokens, blocks_ptr, blocks, V,
+    weights_ptr, tokens_ptr, ld_tokens, blocks_ptr, ld_blocks, blocks, V,
     ENTROPY: tl.constexpr, SMOOTHING: tl.constexpr, PREDICTED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Steps 2 to 4: the target's logit and sum_d, one row of `tokens` [1 or 2, T] each, and what
-    else `BlockStats` has, as `scan_row` writes it, to `blocks` [T, 4 or 5, blocks]; 0 for a row
-    that does not count."""
+    else `BlockStats` has, as `scan_row` writes it, to `blocks` [T, 4 or 5, blocks], whose rows are
+    `ld_blocks` apart; 0 for a row that does not count."""
     row = tl.program_id(0).to(tl.int64)
     fields: tl.constexpr = 4 + PREDICTED
     tokens_ptr += row
-    blocks_ptr += row * fields * blocks
+    blocks_ptr += row * ld_blocks
     counts = True
     if valid_ptr is not None:
         counts = tl.load(valid_ptr + row) != 0
@@ -151,9 +151,10 @@ def dz_rows(
     z_ptr, ld, dz_ptr, ld_dz, y_ptr, valid_ptr, lse_ptr, alpha_ptr, beta_ptr, gamma_ptr, own_ptr,
     bias_ptr, scale_ptr, softcap, temperature_ptr, ld_temperature, weights_ptr, dz_y_ptr, V,
     TARGET: tl.constexpr, ROUND: tl.constexpr, IN_PLACE: tl.constexpr, BLOCK: tl.constexpr,
+    ROUND_TARGET: tl.constexpr,
 ):  # fmt: skip
-    """Steps 6 and 7 of `kernels.Coefficients`: dz of a row, and that of its target, not rounded, 0
-    where it is not of these columns."""
+    """Steps 6 and 7 of `kernels.Coefficients`: dz of a row, and that of its target, 0 where it is
+    not of these columns and rounded if `ROUND_TARGET`."""
     row = tl.program_id(0).to(tl.int64)
     counts = True
     if valid_ptr is not None:
@@ -175,7 +176,10 @@ def dz_rows(
             )
             target *= slope
         target = tl.where(here, target, 0.0)
-        tl.store(dz_y_ptr + row, target)
+        if ROUND_TARGET:
+            tl.store(dz_y_ptr + row, round_to(target, ROUND))
+        else:
+            tl.store(dz_y_ptr + row, target)
         write_dz(
             row_ptr, dz_ptr + row * ld_dz, y, V, tl.load(lse_ptr + row), tl.load(alpha_ptr + row),
             beta, gamma, target, bias_ptr, scale_ptr, scale, softcap, temperature_ptr, temperature,
@@ -352,7 +356,7 @@ def add_to_hidden(
     row = tl.program_id(0).to(tl.int64)
     dz_y = tl.load(dz_y_ptr + row)
     y = tl.load(y_ptr + row)
-    if (dz_y != 0) & (y < columns):
+    if (dz_y != 0) & (y >= 0) & (y < columns):
         h = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
         mask = h < H
         place = dx_ptr + row * ld_dx + h
@@ -373,7 +377,7 @@ def add_to_weight(
     before = y - 1
     if i > 0:
         before = tl.load(y_ptr + tl.load(order_ptr + i - 1) - first)
-    if (before != y) & (y < columns):
+    if (before != y) & (y >= 0) & (y < columns):
         h = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
         mask = h < H
         total, error = tl.zeros([BLOCK], tl.float32), tl.zeros([BLOCK], tl.float32)

@@ -1,0 +1,161 @@
+"""A head in blocks of classes by Triton's programs, interpreted, as
+`test_blocks_of_classes_torch.py` has it by eager operators."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from conftest import HAS_TORCH
+from helpers.held import hold_in_norm
+
+if not HAS_TORCH:
+    pytest.skip("PyTorch is not installed", allow_module_level=True)
+
+import torch
+
+from xentlib.torch import chunked_logprobs, chunked_nll
+from xentlib.torch.core import device
+from xentlib.torch.core.kernels import runnable
+
+pytestmark = [
+    pytest.mark.torch,
+    pytest.mark.cpu,
+    pytest.mark.skipif("triton" not in runnable(), reason="Triton is not installed"),
+]
+# Whole rows of a GEMM, where a product may add to a sum; two blocks of 128 classes and a part of
+# one.
+TOKENS, WIDTH, CLASSES = 16, 24, 301
+WHOLE = 1 << 20
+
+
+@pytest.fixture(autouse=True)
+def blocks(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Of 128 classes, for 8 tokens at a time; to be called for others."""
+    monkeypatch.setenv("XENTLIB_KERNELS", "triton")
+
+    def sizes(classes: int = 128, tokens: int = 8) -> None:
+        for module in ("blocks", "loop"):
+            monkeypatch.setattr(f"xentlib.torch.core.{module}.BLOCK_CLASSES", classes)
+        monkeypatch.setattr("xentlib.torch.core.blocks.GROUP_TOKENS", tokens)
+
+    sizes()
+    return sizes
+
+
+def arrays(dtype: torch.dtype, **more: Any) -> dict[str, Any]:
+    """A label in every block, some of them twice, two tokens masked, logits far from 0."""
+    seed = torch.Generator().manual_seed(5)
+    labels = [127, 128, 300, 7, -100, 7, 255, 256, 0, 128, -100, 129, 200, 299, 7, 1]
+    hidden, weight = (torch.randn(n, WIDTH, generator=seed) for n in (TOKENS, CLASSES))
+    bias = torch.randn(CLASSES, generator=seed) - 20.0
+    bias[200] += 40.0
+    if "ids" in more:
+        more["ids"] = torch.randint(-1, CLASSES, (TOKENS, 4), generator=seed)
+    if "temperature" in more:
+        more["temperature"] = 0.5 + torch.rand(TOKENS, generator=seed)
+    if "class_weights" in more:
+        more["class_weights"] = 0.5 + torch.rand(CLASSES, generator=seed)
+    of: dict[str, Any] = {"hidden": hidden.to(dtype), "weight": weight.to(dtype)}
+    if more.pop("bias", True):
+        of["bias"] = bias.to(dtype)
+    for x in of.values():
+        x.requires_grad_()
+    return of | {"labels": torch.tensor(labels)} | more
+
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "plain": {"bias": False},
+    "bias": {},
+    "shaped": {"temperature": True, "softcap": 9.0},
+    "ids": {"ids": True},
+    "chunks": {"max_chunk_bytes": 8 * 128 * 4, "bias": False},
+    "recompute": {"recompute": True, "class_weights": True, "label_smoothing": 0.1},
+    "recompute, z_loss": {"recompute": True, "z_loss": 1e-3, "bias": False},
+}
+
+
+def results(name: str, dtype: torch.dtype) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """Outputs, and gradients of hidden states, weight and bias."""
+    options = dict(OPTIONS[name])
+    of = arrays(dtype, **options)
+    if "recompute" in options:
+        outputs = ("logprobs", "lse", "entropy", "correct")
+        out: Any = chunked_nll(**of, outputs=outputs)
+        total = out.loss
+    else:
+        out = chunked_logprobs(**of, entropy=True)
+        total = (out.logprobs * torch.linspace(-1, 1, TOKENS)).sum() + 0.1 * out.entropy.sum()
+        if out.ids_logprobs is not None:
+            total = total + out.ids_logprobs.clamp(min=-50.0).sum()
+    total.backward()
+    values = [x.detach() for x in out if isinstance(x, torch.Tensor)]
+    return values, [of[x].grad for x in ("hidden", "weight", "bias") if x in of]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", OPTIONS)
+def test_blocks_do_not_show(name: str, dtype: torch.dtype, blocks: Any) -> None:
+    """A10, A17: outputs have the bits of one block, gradients the same numbers. Catches: statistics
+    of one block over those of another, a label in another block, d hidden of one block alone."""
+    values, gradients = results(name, dtype)
+    blocks(classes=WHOLE, tokens=WHOLE)
+    whole, whole_gradients = results(name, dtype)
+    if "smoothing" not in str(OPTIONS[name]):  # a sum over blocks
+        for x, y in zip(values, whole, strict=True):
+            assert torch.equal(x, y)
+    hold(gradients, whole_gradients)
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_as_on_a_device(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The way of a GPU, where nothing is read, so that masked tokens are computed too, and products
+    add to a sum: as by a CPU's eager operators."""
+    cpu = device.KINDS["cpu"]
+    of_gpu = cpu._replace(host_readable=False, wide_products=True, cpu_libraries=False)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(device.KINDS, "cpu", of_gpu)
+        values, gradients = results(name, torch.float32)
+    monkeypatch.setenv("XENTLIB_KERNELS", "eager")
+    right, right_gradients = results(name, torch.float32)
+    hold(values, right)
+    hold(gradients, right_gradients)
+
+
+@pytest.mark.parametrize("count", [0, TOKENS])
+def test_of_no_token_that_counts_gradients_are_0(count: int) -> None:
+    of = arrays(torch.float32)
+    hidden = of["hidden"].detach()[:count].requires_grad_()
+    labels, logits = torch.full((count,), -100), (of["weight"], of["bias"])
+    for recompute in (False, True):
+        if recompute:
+            options = {"label_smoothing": 0.1, "recompute": True}
+            total = chunked_nll(hidden, logits[0], labels, bias=logits[1], **options).loss
+        else:
+            total = chunked_logprobs(hidden, logits[0], labels, bias=logits[1]).logprobs.sum()
+        for x in torch.autograd.grad(total, (hidden, *logits)):
+            assert not x.any()
+
+
+def test_dz_of_a_target_is_rounded_as_the_rest(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rounding point of dz, in bfloat16. Catches: a number that the products could not have."""
+    from xentlib.torch.triton.launch import Triton
+
+    seen: list[torch.Tensor] = []
+    add = Triton.add_to_hidden
+
+    def added(dx_BH: torch.Tensor, terms: Any, weight_VH: torch.Tensor) -> None:
+        seen.append(terms.dz_y_B.clone())
+        add(dx_BH, terms, weight_VH)
+
+    monkeypatch.setattr(Triton, "add_to_hidden", staticmethod(added))
+    results("plain", torch.bfloat16)
+    assert any(x.any() for x in seen)
+    assert all(torch.equal(x, x.bfloat16().float()) for x in seen)
+
+
+def hold(found: list[torch.Tensor], right: list[torch.Tensor]) -> None:
+    """A6: within the bound of a norm."""
+    pair = ([x.float().nan_to_num(0.0).numpy() for x in y] for y in (found, right))
+    hold_in_norm(*pair)
