@@ -30,11 +30,12 @@ import triton
 import triton.language as tl
 from triton._C import libtriton
 
+from helpers.in_triton import launches
 from helpers.kernel_losses import LOSSES, Terms, drawn, held, loss_of, oracle
 from xentlib.math.softmax import BlockStats
 from xentlib.torch import chunked_nll
 from xentlib.torch.core.algebra import ALGEBRA
-from xentlib.torch.triton import elementary
+from xentlib.torch.triton import elementary, launch
 from xentlib.torch.triton import row as of_row
 from xentlib.torch.triton.launch import INTERPRETED, Triton, compiled
 
@@ -313,15 +314,13 @@ def test_a_gpu_that_nothing_compiles_for(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 @pytest.mark.cpu  # a GPU would take the null pointers, and fail in all that follows
-def test_a_first_program_is_tried() -> None:
+def test_the_widest_program_is_tried(monkeypatch: pytest.MonkeyPatch) -> None:
     """On meta there is no memory to compute in."""
-    assert (
-        kernels.trial(torch.get_default_device()),
-        kernels.trial(torch.device("meta")) != "",
-    ) == (
-        "",
-        True,
-    )
+    launched = launches(monkeypatch)
+    assert kernels.trial.__wrapped__(torch.get_default_device()) == ""
+    assert launched == ["loss_rows"]
+    assert kernels.WIDEST == launch.WIDE * launch.THREADS_A_WARP * launch.ENTRIES
+    assert kernels.trial(torch.device("meta")) != ""
 
 
 @pytest.mark.parametrize("blocks", [1, 5, 40])

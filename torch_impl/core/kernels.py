@@ -152,6 +152,7 @@ IN_TRITON = ("softcap", "label_smoothing", "z_loss", "beta", "nll_weight")
 OF_TRITON: dict[str, Any] = {name: getattr(NO_SCALARS, name) for name in IN_TRITON}
 # Compute capability: bfloat16, and products of 16-bit operands with float32 results.
 LEAST_CAPABILITY = (8, 0)
+WIDEST = 1 << 14  # columns that a program of 1,024 threads reads at once
 
 
 def runnable() -> dict[str, type[Kernels]]:
@@ -249,13 +250,15 @@ def too_old(device: torch.device) -> str:
 
 @functools.cache
 def trial(device: torch.device) -> str:
-    """Nothing, where a first program runs: it needs a C compiler and a folder for what is compiled,
-    which images without either lack."""
+    """Nothing, where a row's program runs, as wide as any: it needs a C compiler and a folder for
+    what is compiled, which images without either lack, and as many threads as a block has."""
     try:
-        triton = triton_kernels()
-        one = torch.ones(1, 1, device=device)
-        terms = TargetTerms(one[0], one[0].long() - 1, None, 0)
-        triton.add_to_hidden(one.clone(), terms, one)
+        z_BV = torch.zeros(1, WIDEST, device=device)
+        rows = LogitsBlock(slice(0, 1), slice(0, 1), z_BV, z_BV[:, :1].long(), None, None, None)
+        values = LossTerms(z_BV[0, :1], NO_SCALARS, None, z_BV.new_empty(7, 1), z_BV.new_empty(1))
+        shape = LogitTransform(WIDEST)
+        kernels: Any = triton_kernels()(1, WIDEST, z_BV.dtype, device, shape)
+        kernels.loss(rows, WantedStats(), values, DzOutput(round_to=z_BV.dtype))
     except Exception as error:  # noqa: BLE001 - of a driver, a compiler, a file system
         return f"{type(error).__name__}: {error}".partition("\n")[0]
     return ""
