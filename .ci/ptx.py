@@ -32,10 +32,11 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from xentlib.options import DIVERGENCES
-from xentlib.torch.triton import elementary, pair_programs, programs
+from xentlib.torch.triton import class_programs, elementary, pair_programs, programs
 from xentlib.torch.triton.launch import (
     ADDING_WARPS,
     BLOCKS_AT_ONCE,
+    FURTHER,
     HIDDEN_BLOCK,
     SCALE_BLOCK,
     SCALE_WARPS,
@@ -56,6 +57,7 @@ COLUMNS = 128_256
 POINTERS = {
     "y_ptr": "*i64",
     "order_ptr": "*i64",
+    "columns_ptr": "*i64",
     "valid_ptr": "*u8",
     "dz_ptr": "*bf16",
     "x_ptr": "*bf16",
@@ -164,6 +166,10 @@ def variants() -> dict[str, tuple[Any, dict[str, Any]]]:
     )
     wide = {"BLOCK": HIDDEN_BLOCK, **compiled(4)}
     found["add_to_hidden"] = (programs.add_to_hidden, wide)
+    further = {"TILE": FURTHER, **compiled(1)}
+    shaped = {**further, "with": ("bias_ptr", "temperature_ptr")}
+    found["take_out_rows"] = (class_programs.take_out_rows, shaped)
+    found["put_rows"] = (class_programs.put_rows, further)
     found["add_to_weight"] = (programs.add_to_weight, wide)
     lanes = {"BLOCK": SCALE_BLOCK, **compiled(SCALE_WARPS)}
     found["scale"] = (elementary.scale, {**lanes, "IN_PLACE": False, "out_ptr": "*bf16"})
@@ -317,7 +323,8 @@ def main() -> int:
             continue
         for arch in args.arch:
             start = time.monotonic()
-            lanes = given.get("BLOCK", given.get("K", 1)) * given.get("ROWS", 1)
+            lanes = given.get("BLOCK", given.get("K", given.get("TILE", 1)))
+            lanes *= given.get("ROWS", 1)
             entries = lanes * given.get("TOKENS", 1) // (32 * given["num_warps"])
             row = read(compile_for(arch, program, given), entries)
             found["programs"].setdefault(name, {})[f"sm_{arch}"] = row

@@ -158,6 +158,7 @@ def test_divergences_over_shards() -> None:
 
 # All but a softcap and a scale, which eager operators compute.
 CLASSES = [few(replace(case, options={}), 5) for case in classes.GRID]
+OF_CLASSES = {"take_out_rows", "stats_rows", "dz_rows", "put_rows"}
 
 
 @pytest.mark.parametrize("bias", [False, True])
@@ -166,7 +167,7 @@ def test_classes(case: Case, bias: bool, monkeypatch: pytest.MonkeyPatch) -> Non
     """A0 to A6 over kept sets and of further classes."""
     launched = launches(monkeypatch)
     hold(of_classes.against_oracle, ("torch",), build(replace(case, bias=bias), 7))
-    assert set(launched) == {"stats_rows", "dz_rows"}
+    assert set(launched) == OF_CLASSES
 
 
 @pytest.mark.parametrize("dtype", ROW_OF)
@@ -175,7 +176,7 @@ def test_classes_in_16_bits(dtype: str, monkeypatch: pytest.MonkeyPatch) -> None
     launched = launches(monkeypatch)
     for case in low_precision(CLASSES[:4:3], dtype):
         hold(of_classes.against_oracle, ("torch",), build(case, 7))
-    assert set(launched) == {"stats_rows", "dz_rows"}
+    assert set(launched) == OF_CLASSES
 
 
 def test_classes_of_given_logits(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -188,7 +189,7 @@ def test_classes_of_given_logits(monkeypatch: pytest.MonkeyPatch) -> None:
     out.ids_logprobs.sum().backward()
     assert torch.equal(torch.tensor(logits), given.detach())
     hold(classes.given, ("torch",), ("given", logits, labels))
-    assert set(launched) == {"stats_rows", "dz_rows"}
+    assert set(launched) == OF_CLASSES
 
 
 @pytest.mark.cpu

@@ -25,6 +25,7 @@ from xentlib.plan import BLOCK_CLASSES, peak_bytes, plan_chunks
 from xentlib.torch import chunked_logprobs, chunked_nll, vocab_parallel_logprobs
 from xentlib.torch.core import logits, precomputed
 from xentlib.torch.core.kernels import runnable
+from xentlib.torch.losses import classes
 
 if "triton" not in runnable():
     pytest.skip("Triton is not installed, or finds no GPU", allow_module_level=True)
@@ -59,8 +60,9 @@ class Programs:
 def programs(monkeypatch: pytest.MonkeyPatch) -> Programs:
     kept = Programs()
     monkeypatch.setattr(launch, "programs", kept)
+    monkeypatch.setattr(launch, "class_programs", kept)
     monkeypatch.setattr(launch, "scale", kept.scale)
-    for module in (logits, precomputed):
+    for module in (logits, precomputed, classes):
         monkeypatch.setattr(module, "kernels_for", lambda *_: launch.Triton)
     return kept
 
@@ -186,8 +188,11 @@ def of_a_head(name: str, size: tuple[int, int, int], dtype: str, **options: Any)
     )
     labels = torch.empty(count, dtype=torch.int64, device="meta")
     with as_on_a_gpu() as seen:
-        if name == "logprobs":
-            total = chunked_logprobs(hidden, weight, labels, **options).logprobs.sum()
+        if name in ("logprobs", "ids"):
+            if name == "ids":
+                options["ids"] = torch.empty(count, 20, dtype=torch.int64, device="meta")
+            out = chunked_logprobs(hidden, weight, labels, **options)
+            total = out.logprobs.sum() if name == "logprobs" else out.ids_logprobs.sum()
         else:
             options["recompute"] = name == "recompute"
             total = chunked_nll(hidden, weight, labels, **options).loss
@@ -198,8 +203,8 @@ def of_a_head(name: str, size: tuple[int, int, int], dtype: str, **options: Any)
 
 # Launches of one more block. Forward: where its targets are, the product, statistics, the target's
 # logit. Backward: where targets are, the product, dz, two products and their targets' terms, d
-# weight rounded.
-MORE_OF_A_BLOCK = {"logprobs": 12, "recompute": 12, "alone": 4}
+# weight rounded. With further classes where these are, their logits and their dz.
+MORE_OF_A_BLOCK = {"logprobs": 12, "recompute": 12, "alone": 4, "ids": 18}
 
 
 @pytest.mark.parametrize("name", MORE_OF_A_BLOCK)

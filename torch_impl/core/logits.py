@@ -73,14 +73,18 @@ class ChunkedLogits:
         self.like: dict[str, Any] = {"dtype": compute_dtype, "device": hidden.device}
         self.kernel_cls = kernel_cls or kernels_for(hidden.device, compute_dtype, call.scalars)
         tokens, spare = chunks_of.all, self.kernel_cls.spare_column
-        self.looks_for_targets = not (shared is None or spare or tokens.more is not None)
+        self.looks_for_targets = not (shared is None or spare)
         if shared is None or not self.looks_for_targets:
             self.tokens = tokens.of_columns(vocab)
         else:
             if shared.targets_N is None:
                 shared.targets_N = torch.where(tokens.valid, tokens.targets, -1)
             first = 0 if vocab.shard is None else vocab.shard.start
-            self.tokens = tokens._replace(labels=shared.targets_N - first, owned=None)
+            more = tokens.more
+            if more is not None:
+                more = more._replace(columns=more.ids - first, owned=None)
+            columns_N = shared.targets_N - first
+            self.tokens = tokens._replace(labels=columns_N, owned=None, more=more)
         # Rows beyond those of the vocabulary are padding.
         weight_VH = call.rows_VH[: vocab.local_size]
         self.local_rows = call.columns

@@ -102,19 +102,24 @@ def columns_of_blocks(blocks: Iterable[ChunkedLogits], wanted: WantedStats) -> C
 def put_in_place(logits: ChunkedLogits, wanted: WantedStats, stats_Nb4: Tensor) -> ColumnStats:
     """Of a block of classes, by programs that write its statistics [N, parts, 4] where those of
     all blocks are."""
-    logits.stats_Nb4 = stats_Nb4
-    parts = [
-        logits.kernels().stats(rows, wanted, dz_follows=False)
-        for chunk in logits.chunks()
-        for rows in logits.blocks(chunk)
-    ]
-    z_y, sum_d = parts[0][0] if parts else stats_Nb4.new_empty(0), None
-    if len(parts) > 1:
-        z_y = torch.cat([z_B for z_B, _ in parts])
-    if wanted.smoothing:
-        sum_d = torch.cat([z_y[:0], *(x.sum_d for _, x in parts if x.sum_d is not None)])
-    rest = stats_in(stats_Nb4, wanted, sum_d=sum_d)
-    return ColumnStats(logits.kernel_cls.algebra, z_y, rest, rest_weight(logits, wanted))
+    logits.stats_Nb4, further = stats_Nb4, logits.tokens.more
+    z_y, sum_d, more = [stats_Nb4.new_empty(0)], [stats_Nb4.new_empty(0)], []
+    if further is not None:
+        more = [further.ids.new_empty(0, further.ids.shape[1], dtype=stats_Nb4.dtype)]
+    for chunk in logits.chunks():
+        for rows in logits.blocks(chunk):
+            z_B, rest = logits.kernels().stats(rows, wanted, dz_follows=False)
+            z_y.append(z_B)
+            sum_d += [] if rest.sum_d is None else [rest.sum_d]
+            more += [] if rows.z_more_BK is None else [rows.z_more_BK]
+    rest = stats_in(stats_Nb4, wanted, sum_d=whole(sum_d) if wanted.smoothing else None)
+    weight, of_more = rest_weight(logits, wanted), whole(more).T if more else None
+    return ColumnStats(logits.kernel_cls.algebra, whole(z_y), rest, weight, of_more)
+
+
+def whole(parts: list[Tensor]) -> Tensor:
+    """Of one chunk after the other, the first of which is empty."""
+    return parts[1] if len(parts) == 2 else torch.cat(parts)
 
 
 def chunk_stats(logits: ChunkedLogits, chunk: Chunk, wanted: WantedStats) -> TokenStats:

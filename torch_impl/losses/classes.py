@@ -172,7 +172,8 @@ def upstream_rows(
 
 
 def coefficients(rows: Tensor, *, entropy: bool) -> Coefficients:
-    return Coefficients(rows[-2], rows[-1] if entropy else None, None, rows[0], rows[1:-2].T)
+    more = rows[1:-2].T.contiguous()  # once for all blocks of classes
+    return Coefficients(rows[-2], rows[-1] if entropy else None, None, rows[0], more)
 
 
 def kernels_of(call: HeadCall) -> type[Kernels]:

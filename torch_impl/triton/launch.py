@@ -35,7 +35,7 @@ from xentlib.torch.core.kernels import (
     TargetTerms,
     stats_in,
 )
-from xentlib.torch.triton import programs
+from xentlib.torch.triton import class_programs, programs
 from xentlib.torch.triton.elementary import INTERPRETED, scale
 
 # 16 entries a thread are four loads of 128 bits, and of 256 threads three or four programs fit
@@ -49,6 +49,7 @@ INTERPRETED_TILE = 256  # so that short rows have several tiles too
 # Of column sums: 16 rows of 128 columns are a tile of 8 KiB, read in lines of 512 bytes.
 SUM_ROWS, SUM_COLUMNS, SUM_WARPS = 16, 128, 8
 HIDDEN_BLOCK = 1024
+FURTHER = 32  # further classes of a token at a time, each with each
 SCALE_BLOCK, SCALE_WARPS = 4096, 8
 # Blocks' statistics are added for 32 tokens, neighbours in memory, in a tile of 16 blocks.
 BLOCKS_AT_ONCE, TOKENS_AT_ONCE, ADDING_WARPS = 16, 32, 4
@@ -140,8 +141,7 @@ class Triton:
     ) -> tuple[Tensor, BlockStats]:
         """Steps 2 to 4."""
         if rows.more is not None:
-            rows.z_more_BK = self.logits_at(rows, rows.more.columns)
-            self.take_out(rows)
+            self.take_out(rows, keep=True)
         four, top = rows.stats_Bb4, None
         if four is None:
             blocks_BFb = self.blocks_of(rows, wanted)
@@ -162,7 +162,7 @@ class Triton:
     ) -> tuple[Tensor, Tensor | None]:
         """Steps 6 and 7."""
         if rows.more is not None:
-            self.take_out(rows)
+            self.take_out(rows, keep=False)
         sums_V = self.column_sums(rows, lse_B, of) if out.column_sums else None
         dz_y_B = torch.empty_like(lse_B) if out.dz_y_B is None else out.dz_y_B
         self.launch(
@@ -246,50 +246,40 @@ class Triton:
     # Further classes: their columns are left at -inf, which programs take for no class, where no
     # softcap or scale of either sign makes something else of it
 
-    def logits_at(self, rows: LogitsBlock, columns_BK: Tensor) -> Tensor:
-        """Step 2 of some columns; any number of those that are elsewhere."""
-        if not self.shape.columns:
-            return rows.z_BV.new_zeros(columns_BK.shape, dtype=torch.float32)
-        columns_BK = columns_BK.clamp(max=self.shape.columns - 1)
-        z_BK = rows.z_BV.gather(1, columns_BK).float()
-        if self.shape.bias_V is not None:
-            z_BK += self.shape.bias_V[columns_BK]
-        return z_BK if rows.temperature_B is None else z_BK / rows.temperature_B[:, None]
-
-    def columns_out(self, rows: LogitsBlock) -> tuple[Tensor, Tensor, Tensor]:
-        """Columns [B, K] of further classes; which are on this rank and not the target's, the
-        others standing for the least of these; and which rows have any: the others name a column
-        that is to stay as it is."""
-        assert rows.more is not None
-        columns, of_rows = self.shape.columns, rows.more.columns
-        here_BK = (of_rows < columns) & (of_rows != rows.y_B1)
-        least_B1 = torch.where(here_BK, of_rows, columns).amin(1, keepdim=True)
-        some_B1 = least_B1 < columns
-        at_BK = torch.where(here_BK, of_rows, torch.where(some_B1, least_B1, 0))
-        return at_BK, here_BK, some_B1
-
-    def take_out(self, rows: LogitsBlock) -> None:
-        if not self.shape.columns:
-            return
-        at_BK, _, some_B1 = self.columns_out(rows)
-        left_BK = torch.where(some_B1, -torch.inf, rows.z_BV.gather(1, at_BK))
-        rows.z_BV.scatter_(1, at_BK, left_BK)
+    def take_out(self, rows: LogitsBlock, *, keep: bool) -> None:
+        """-inf into their columns; `keep`: their logits beforehand, 0 of those elsewhere."""
+        columns_BK = self.further(rows)
+        z_more_BK = torch.empty_like(columns_BK, dtype=torch.float32) if keep else None
+        if columns_BK.numel():
+            shape = self.shape_of(rows)
+            self.launch(
+                class_programs.take_out_rows, rows, bias_ptr=shape["bias_ptr"],
+                temperature_ptr=shape["temperature_ptr"], ld_temperature=shape["ld_temperature"],
+                columns_ptr=columns_BK, K=columns_BK.shape[1], z_more_ptr=z_more_BK,
+                TILE=FURTHER, **compiled(1),
+            )  # fmt: skip
+        rows.z_more_BK = z_more_BK
 
     def put_further(
         self, rows: LogitsBlock, dz_BK: Tensor, out: DzOutput, sums_V: Tensor | None
     ) -> None:
         """dz of further classes into their columns. One that is named twice has its sum, rounded
         once."""
-        at_BK, here_BK, some_B1 = self.columns_out(rows)
-        dz_BK = torch.where(here_BK, dz_BK, 0.0)
-        first_BK = torch.searchsorted(at_BK.sort(1).values, at_BK)
-        total_BK = torch.zeros_like(dz_BK).scatter_add_(1, first_BK, dz_BK).gather(1, first_BK)
-        into_BV = rows.z_BV if out.into_BV is None else out.into_BV
-        total_BK = total_BK.to(out.round_to or into_BV.dtype).to(into_BV.dtype)
-        left_BK = torch.where(some_B1, total_BK, into_BV.gather(1, at_BK))
-        into_BV.scatter_(1, at_BK, left_BK)
+        columns_BK, dz_BK = self.further(rows), dz_BK.contiguous()
+        if columns_BK.numel():
+            self.launch(
+                class_programs.put_rows, rows, **self.written(rows, out), columns_ptr=columns_BK,
+                K=columns_BK.shape[1], dz_more_ptr=dz_BK, TILE=FURTHER, **compiled(1),
+            )  # fmt: skip
         if sums_V is not None:
+            here_BK = (columns_BK >= 0) & (columns_BK < len(sums_V)) & (columns_BK != rows.y_B1)
+            at_BK, dz_BK = (torch.where(here_BK, x, 0) for x in (columns_BK, dz_BK))
             add_rows_(sums_V, at_BK.flatten(), dz_BK.flatten())
+
+    @staticmethod
+    def further(rows: LogitsBlock) -> Tensor:
+        assert rows.more is not None
+        return rows.more.columns.contiguous()
 
     # Arguments of the programs
 
