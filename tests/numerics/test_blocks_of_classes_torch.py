@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from helpers.blocks_of_classes import WHOLE, torch_blocks
 from helpers.measured import CAPPED, SMALL, by_id, hold
 from xentlib.contract import ROW_OF, check, failures
 from xentlib.tools.harness.cases import CHUNK_CASES, low_precision
@@ -21,7 +22,6 @@ torch = pytest.importorskip("torch")
 from xentlib.torch import chunked_logprobs, chunked_nll  # noqa: E402
 
 TOKENS, WIDTH, CLASSES = 203, 24, 331  # two blocks of 128 classes and a part of one
-WHOLE = 1 << 20
 
 
 @pytest.fixture(autouse=True)
@@ -29,9 +29,7 @@ def blocks(monkeypatch: pytest.MonkeyPatch) -> Any:
     """128 classes in a block, 64 tokens in a group; to be called for others."""
 
     def sizes(classes: int = 128, tokens: int = 64) -> None:
-        for module in ("blocks", "loop"):
-            monkeypatch.setattr(f"xentlib.torch.core.{module}.BLOCK_CLASSES", classes)
-        monkeypatch.setattr("xentlib.torch.core.blocks.GROUP_TOKENS", tokens)
+        torch_blocks(monkeypatch, classes, tokens)
 
     sizes()
     return sizes

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from helpers.blocks_of_classes import WHOLE, torch_blocks
 from helpers.measured import CAPPED, SMALL, by_id, hold
 from xentlib.contract import failures
 from xentlib.tools.harness.backends import run
@@ -39,9 +40,7 @@ FULL: dict[str, Any] = {"class_weights": True, "token_weights": True, "where": T
 def blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """At most 128 classes in a block, 64 tokens in a group."""
     if find_spec("torch"):
-        for module in ("blocks", "loop"):
-            monkeypatch.setattr(f"xentlib.torch.core.{module}.BLOCK_CLASSES", 128)
-        monkeypatch.setattr("xentlib.torch.core.blocks.GROUP_TOKENS", 64)
+        torch_blocks(monkeypatch, 128, 64)
     if find_spec("jax"):
         monkeypatch.setattr("xentlib.jax.binding.XLA_BLOCK_CLASSES", 128)
         monkeypatch.setattr("xentlib.jax.core.logits.GROUP_TOKENS", 64)
@@ -126,8 +125,7 @@ def test_of_one_block_gradients_have_the_bits_of_both_ways(
 ) -> None:
     """Whole rows, an upstream gradient of a power of two."""
     if backend == "torch":
-        for module in ("blocks", "loop"):
-            monkeypatch.setattr(f"xentlib.torch.core.{module}.BLOCK_CLASSES", 1 << 20)
+        torch_blocks(monkeypatch, WHOLE)
     else:
         monkeypatch.setattr("xentlib.jax.binding.XLA_BLOCK_CLASSES", 0)
     problem = build(BASE, 7).changed(upstream=0.5)

@@ -51,9 +51,7 @@ class LogitsBlock:
     z_more_BK: Tensor | None = None  # logits of the further classes, once the target's is known
     top_BK: Tensor | None = None  # columns of the largest, as numbers of the dtype, if wanted
     z_top_BK: Tensor | None = None  # and their logits
-    stats_Bb4: Tensor | None = (
-        None  # where statistics are written: m, s, ones, sum_ed of 128 columns
-    )
+    stats_Bb4: Tensor | None = None  # where programs write statistics, as `stats_in` reads them
 
 
 class DzOutput(NamedTuple):
@@ -250,15 +248,17 @@ def too_old(device: torch.device) -> str:
 
 @functools.cache
 def trial(device: torch.device) -> str:
-    """Nothing, where a row's program runs, as wide as any: it needs a C compiler and a folder for
-    what is compiled, which images without either lack, and as many threads as a block has."""
+    """Nothing, where the program of a loss runs, as wide as any and as a head in bfloat16 launches
+    it: it needs a C compiler and a folder for what is compiled, which images without either lack,
+    and as many threads as a block has."""
     try:
-        z_BV = torch.zeros(1, WIDEST, device=device)
-        rows = LogitsBlock(slice(0, 1), slice(0, 1), z_BV, z_BV[:, :1].long(), None, None, None)
-        values = LossTerms(z_BV[0, :1], NO_SCALARS, None, z_BV.new_empty(7, 1), z_BV.new_empty(1))
-        shape = LogitTransform(WIDEST)
-        kernels: Any = triton_kernels()(1, WIDEST, z_BV.dtype, device, shape)
-        kernels.loss(rows, WantedStats(), values, DzOutput(round_to=z_BV.dtype))
+        z_BV, one = torch.zeros(1, WIDEST, device=device), slice(0, 1)
+        target, valid = z_BV[:, one].long(), z_BV[0, one] == 0
+        rows = LogitsBlock(one, one, z_BV, target, None, valid, None)
+        values = LossTerms(z_BV[0, one], NO_SCALARS, None, z_BV.new_empty(7, 1), z_BV.new_empty(1))
+        kernels: Any = triton_kernels()(1, WIDEST, z_BV.dtype, device, LogitTransform(WIDEST))
+        into = z_BV.view(torch.bfloat16)[:, WIDEST:]
+        kernels.loss(rows, WantedStats(), values, DzOutput(into, torch.bfloat16))
     except Exception as error:  # noqa: BLE001 - of a driver, a compiler, a file system
         return f"{type(error).__name__}: {error}".partition("\n")[0]
     return ""
