@@ -27,6 +27,9 @@ pytestmark = [
 ]
 TOKENS = 16  # whole rows of a GEMM, whose product may add to a sum
 WIDTH, CLASSES = 23, 301  # two blocks of 128 classes and a part of one
+OF_A_GPU = device.KINDS["cpu"]._replace(
+    host_readable=False, wide_products=True, cpu_libraries=False
+)
 
 
 @pytest.fixture(autouse=True)
@@ -132,10 +135,8 @@ def test_blocks_do_not_show(name: str, dtype: torch.dtype, blocks: Any) -> None:
 def test_as_on_a_device(name: str, tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """The way of a GPU, where nothing is read, so that masked tokens are computed too, and products
     add to a sum: as by a CPU's eager operators."""
-    cpu = device.KINDS["cpu"]
-    of_gpu = cpu._replace(host_readable=False, wide_products=True, cpu_libraries=False)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(device.KINDS, "cpu", of_gpu)
+        patch.setitem(device.KINDS, "cpu", OF_A_GPU)
         values, gradients = results(name, torch.float32, tokens)
     monkeypatch.setenv("XENTLIB_KERNELS", "eager")
     right, right_gradients = results(name, torch.float32, tokens)
@@ -156,6 +157,25 @@ def test_of_no_token_that_counts_gradients_are_0(count: int) -> None:
             total = chunked_logprobs(hidden, logits[0], labels, bias=logits[1]).logprobs.sum()
         for x in torch.autograd.grad(total, (hidden, *logits)):
             assert not x.any()
+
+
+def test_a_masked_token_has_no_target(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a device, where it is computed. Catches: one program that adds all masked tokens up."""
+    from xentlib.torch.triton.launch import Triton
+
+    seen: list[torch.Tensor] = []
+    add = Triton.add_to_weight
+
+    def added(acc_VH: torch.Tensor, terms: Any, x_BH: torch.Tensor) -> None:
+        seen.append((terms.y_B >= 0) & (terms.y_B < len(acc_VH)))
+        add(acc_VH, terms, x_BH)
+
+    monkeypatch.setattr(Triton, "add_to_weight", staticmethod(added))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(device.KINDS, "cpu", OF_A_GPU)
+        results("plain", torch.float32)
+    counts = arrays(torch.float32)["labels"] != -100
+    assert torch.equal(torch.stack(seen).sum(0), counts.long())
 
 
 def test_dz_of_a_target_is_rounded_as_the_rest(monkeypatch: pytest.MonkeyPatch) -> None:
