@@ -84,8 +84,11 @@ def bind(
     need_x64(compute)
     # Over shards a second chunk may cost an exchange or a GEMM.
     row_bytes = 0 if axis is not None else problem.vocab_size * ITEMSIZE[compute]
-    # A teacher's logits take half of the budget.
-    target, width = target_of(hidden, weight), 0 if caller is not None else hidden.shape[-1]
+    # A teacher's logits take half of the budget. Of a loss of each token, which sums no d weight
+    # over chunks, it is that of a wide head all the same.
+    target, width = target_of(hidden, weight), hidden.shape[-1]
+    if caller is not None and not recompute:
+        width = 0
     options = Options(
         ignore_index=args.ignore_index,
         scalars=scalars_of(args, caller),

@@ -69,6 +69,7 @@ def class_block(logits: ChunkedLogits, index: jax.Array) -> ChunkedLogits:
         ),
         block_classes=0,
         first=first,
+        beside=None if logits.beside is None else class_block(logits.beside, index),
     )
 
 
@@ -174,7 +175,9 @@ def gradients_of_blocks(
     weight = vary(slice_bits(jnp.zeros(shape, primal.dtype)), varying(primal))
     nothing = Gradients.zeros(class_block(logits, jnp.zeros((), jnp.int32)), needs)
     bias = jnp.zeros(logits.columns if needs.bias else 0, options.compute_dtype)
-    target_M = jnp.zeros(logits.order.size, options.compute_dtype)
+    # Beside a teacher dz of the target is in its column.
+    apart = logits.beside is None
+    target_M = jnp.zeros(logits.order.size if apart else 0, options.compute_dtype)
 
     def body(number: jax.Array, carry: Any) -> Any:
         hidden, weight, bias, target_M = carry
@@ -182,7 +185,8 @@ def gradients_of_blocks(
         sums = vary(nothing._replace(hidden=hidden, target=target_M), axes)
         sums = over_chunks(part, lambda chunk, sums: step(part, chunk, sums), sums, used)
         hidden, target_M = sums.hidden, sums.target
-        sums = add_targets_of_block(part, needs, sums, *by_class)
+        if apart:
+            sums = add_targets_of_block(part, needs, sums, *by_class)
         if needs.weight:
             d_weight = sums.weight if one is None else sums.weight * one
             d_weight = round_to(as_primal(d_weight, primal), primal.dtype.name)
@@ -193,7 +197,7 @@ def gradients_of_blocks(
 
     carry = *vary((nothing.hidden,), axes), weight, *vary((bias, target_M), axes)
     hidden, weight, bias, target_M = lax.fori_loop(0, logits.blocks, body, carry)
-    if needs.hidden:
+    if needs.hidden and apart:
         hidden = add_labels_rows(logits, hidden, target_M)
     if one is not None:
         hidden, bias = hidden * one, bias * one

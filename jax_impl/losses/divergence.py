@@ -72,15 +72,22 @@ class Residuals(NamedTuple):
     target: jax.Array  # of the labels' loss, what is added in the target's column
 
 
-def pair_of(options: Options, arrays: Arrays) -> tuple[ChunkedLogits, ChunkedLogits | None]:
+def pair_of(
+    options: Options, arrays: Arrays, *, in_blocks: bool = False
+) -> tuple[ChunkedLogits, ChunkedLogits | None]:
     """The logits of the student and of the teacher, if it has all classes, before tokens are
-    gathered; half of the budget for each."""
+    gathered; half of the budget for each. `in_blocks`: of classes, where both are heads that may be
+    read so."""
     teacher_options = options.divergence.teacher
     options = options._replace(chunk_bytes=max(1, options.chunk_bytes // 2))
-    student = chunked_logits(options, arrays)
     if arrays.teacher is None:
-        return student, None
-    return student, chunked_logits(teacher_options, arrays.teacher, paired_with=student)
+        return chunked_logits(options, arrays), None
+    alike = options.block_classes == teacher_options.block_classes
+    in_blocks = in_blocks and alike and arrays.teacher.weight is not None
+    student = chunked_logits(options, arrays, in_blocks=in_blocks)
+    return student, chunked_logits(
+        teacher_options, arrays.teacher, paired_with=student, in_blocks=in_blocks
+    )
 
 
 def gathered_pair(
@@ -207,22 +214,28 @@ def each_backward(
     options: Options, needs: Needs, residuals: Residuals, gradient: jax.Array, arrays: Arrays
 ) -> dict[str, jax.Array | None]:
     """Gradients by name of a loss of each token, from logits that are made again."""
-    local, teacher = pair_of(options, arrays)
+    # dz of a class needs lse of both, and delta, which are known: no other class's logits.
+    local, teacher = pair_of(options, arrays, in_blocks=True)
     g_N = jnp.where(local.tokens.valid, gradient.astype(options.compute_dtype), 0)
     exponent = None if arrays.weight is None else power_of_two(options, g_N)
     if exponent is not None:
         g_N = jnp.ldexp(g_N, exponent)
     both, numbers = gathered_pair(local, teacher, (scaled(local, g_N), residuals))
     logits, nll_weight = both.student, local.options.scalars.nll_weight
+    if logits.block_classes:
+        logits = logits._replace(beside=both.teacher)
 
-    def step(_: ChunkedLogits, chunk: Chunk, numbers_T: Any, sums: Gradients) -> Gradients:
+    def step(part: ChunkedLogits, chunk: Chunk, numbers_T: Any, sums: Gradients) -> Gradients:
         factor_T, known = numbers_T
-        terms = both.recompute(chunk, list(known[:4]))
+        pair = both
+        if part.beside is not None:
+            pair = both._replace(student=part, teacher=part.beside)
+        terms = pair.recompute(chunk, list(known[:4]))
         dz, own_T = (
             DzTerms(known.gain, known.shift),
             known.target if nll_weight else None,
         )
-        return add_dz(both, chunk, needs, sums, terms, dz, own_T, factor_T)
+        return add_dz(pair, chunk, needs, sums, terms, dz, own_T, factor_T)
 
     def dz_of(chunk: Chunk, numbers_T: Any) -> jax.Array:
         factor_T, known = numbers_T

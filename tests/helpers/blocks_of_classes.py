@@ -1,10 +1,12 @@
-"""Blocks of classes of a head that are small enough for a test, in PyTorch."""
+"""Blocks of classes of a head that are small enough for a test."""
 
 from __future__ import annotations
 
+from importlib.util import find_spec
+
 import pytest
 
-__all__ = ["WHOLE", "torch_blocks"]
+__all__ = ["WHOLE", "small_blocks", "torch_blocks"]
 WHOLE = 1 << 20
 
 
@@ -14,3 +16,13 @@ def torch_blocks(patch: pytest.MonkeyPatch, classes: int, tokens: int | None = N
         patch.setattr(f"xentlib.torch.core.{module}.BLOCK_CLASSES", classes)
     if tokens is not None:
         patch.setattr("xentlib.torch.core.blocks.GROUP_TOKENS", tokens)
+
+
+def small_blocks(patch: pytest.MonkeyPatch) -> None:
+    """At most 128 classes in a block, 64 tokens in a group, in both backends."""
+    if find_spec("torch"):
+        torch_blocks(patch, 128, 64)
+    if find_spec("jax"):
+        patch.setattr("xentlib.jax.binding.XLA_BLOCK_CLASSES", 128)
+        patch.setattr("xentlib.jax.core.logits.GROUP_TOKENS", 64)
+        patch.setattr("xentlib.jax.core.blocks.LABEL_GROUP", 8)

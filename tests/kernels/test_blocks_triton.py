@@ -16,7 +16,13 @@ if not HAS_TORCH:
 
 import torch
 
-from xentlib.torch import chunked_logprobs, chunked_nll
+from xentlib.torch import (
+    TeacherHead,
+    TeacherLogits,
+    chunked_divergence,
+    chunked_logprobs,
+    chunked_nll,
+)
 from xentlib.torch.core import device
 from xentlib.torch.core.kernels import runnable
 
@@ -86,17 +92,36 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "recompute": {"recompute": True, "class_weights": True, "label_smoothing": 0.1},
     "recompute, z_loss": {"recompute": True, "z_loss": 1e-3, "bias": False},
     "predicted": {"recompute": True, "outputs": ("logprobs", "predicted"), "where": True},
+    "forward_kl": {"kind": "forward_kl", "nll_weight": 0.3, "temperature": True},
+    # Where all but one probability are 0, float32 has 4 digits of a softcap's gradients.
+    "reverse_kl": {"kind": "reverse_kl", "softcap": 9.0, "weight_layout": "HV", "bias": False},
+    "jsd, chunks": {"kind": "jsd", "beta": 0.3, "max_chunk_bytes": 2 * 8 * 128 * 4, "bias": False},
+    "of logits": {"kind": "jsd", "beta": 0.5, "nll_weight": 0.3, "of_logits": True},
 }
 
 
 Results = tuple[list[torch.Tensor], list[torch.Tensor]]
 
 
+def teacher_of(dtype: torch.dtype, tokens: int, of_logits: bool) -> TeacherHead | TeacherLogits:
+    seed = torch.Generator().manual_seed(6)
+    states, rows = (torch.randn(n, 29, generator=seed) / 2 for n in (TOKENS, CLASSES))
+    bias = torch.randn(CLASSES, generator=seed) + 20.0
+    states, rows, bias = (x.to(dtype) for x in (states[:tokens], rows, bias))
+    return TeacherLogits(states @ rows.T + bias) if of_logits else TeacherHead(states, rows, bias)
+
+
 def results(name: str, dtype: torch.dtype, tokens: int = TOKENS) -> Results:
     """Outputs, and gradients of hidden states, weight and bias."""
     options = dict(OPTIONS[name])
     of = arrays(dtype, tokens, **options)
-    if "recompute" in options:
+    if "kind" in options:
+        of_logits = bool(of.pop("of_logits", False))
+        teacher = teacher_of(dtype, tokens, of_logits)
+        how = {"teacher": teacher, "reduction": "none", "outputs": ("divergence", "logprobs")}
+        out = chunked_divergence(**of, **how)
+        total = (out.loss * torch.linspace(-1, 1, tokens)).sum()
+    elif "recompute" in options:
         outputs = ("logprobs", "lse", "entropy", "correct")
         out: Any = chunked_nll(**{"outputs": outputs} | of)
         total = out.loss

@@ -22,15 +22,21 @@ import torch
 from helpers.on_meta import OnDevice, as_on_a_gpu
 from helpers.pairs import every_pair, parameters
 from xentlib.plan import BLOCK_CLASSES, peak_bytes, plan_chunks
-from xentlib.torch import chunked_logprobs, chunked_nll, vocab_parallel_logprobs
+from xentlib.torch import (
+    TeacherHead,
+    chunked_divergence,
+    chunked_logprobs,
+    chunked_nll,
+    vocab_parallel_logprobs,
+)
 from xentlib.torch.core import logits, precomputed
 from xentlib.torch.core.kernels import runnable
-from xentlib.torch.losses import classes
+from xentlib.torch.losses import classes, teacher
 
 if "triton" not in runnable():
     pytest.skip("Triton is not installed, or finds no GPU", allow_module_level=True)
 
-from xentlib.torch.triton import launch
+from xentlib.torch.triton import launch, pairs
 
 pytestmark = pytest.mark.torch
 T, V, H = 64, 257, 40
@@ -62,7 +68,8 @@ def programs(monkeypatch: pytest.MonkeyPatch) -> Programs:
     monkeypatch.setattr(launch, "programs", kept)
     monkeypatch.setattr(launch, "class_programs", kept)
     monkeypatch.setattr(launch, "scale", kept.scale)
-    for module in (logits, precomputed, classes):
+    monkeypatch.setattr(pairs, "pair_programs", kept)
+    for module in (logits, precomputed, classes, teacher):
         monkeypatch.setattr(module, "kernels_for", lambda *_: launch.Triton)
     return kept
 
@@ -178,6 +185,10 @@ def test_given_logits_are_not_copied(programs: Programs) -> None:
 # --- heads in blocks of classes ------------------------------------------------------------------
 
 
+TEACHER = 48  # the width of its head
+KINDS: dict[Any, dict[str, Any]] = {"forward_kl": {}, "reverse_kl": {}, "jsd": {"beta": 0.3}}
+
+
 def of_a_head(name: str, size: tuple[int, int, int], dtype: str, **options: Any) -> OnDevice:
     """A call of a head [V, H] with so many tokens; with gradients unless `alone`."""
     count, width, vocab = size
@@ -187,8 +198,12 @@ def of_a_head(name: str, size: tuple[int, int, int], dtype: str, **options: Any)
         for n in (count, vocab)
     )
     labels = torch.empty(count, dtype=torch.int64, device="meta")
+    beside = TeacherHead(*(x.detach()[:, :1].expand(-1, TEACHER) for x in (hidden, weight)))
     with as_on_a_gpu() as seen:
-        if name in ("logprobs", "ids"):
+        if name in KINDS:
+            options |= {"kind": name, "labels": labels} | KINDS[name]
+            total = chunked_divergence(hidden, weight, beside, **options).loss.sum()
+        elif name in ("logprobs", "ids"):
             if name == "ids":
                 options["ids"] = torch.empty(count, 20, dtype=torch.int64, device="meta")
             out = chunked_logprobs(hidden, weight, labels, **options)
@@ -204,8 +219,9 @@ def of_a_head(name: str, size: tuple[int, int, int], dtype: str, **options: Any)
 # Launches of one more block. Forward: where its targets are, the product, statistics, the target's
 # logit. Backward: where targets are, the product, dz, two products and their targets' terms, d
 # weight rounded. With further classes where these are, their logits and their dz; of tokens that
-# fill no row of a GEMM dz of those that do, and d hidden added by itself.
-MORE_OF_A_BLOCK = {"logprobs": 12, "recompute": 12, "alone": 4, "ids": 18, "odd": 14}
+# fill no row of a GEMM dz of those that do, and d hidden added by itself. Beside a teacher in the
+# backward alone, where its product is one more and no target has a term.
+MORE_OF_A_BLOCK = {"logprobs": 12, "recompute": 12, "alone": 4, "ids": 18, "odd": 14, "jsd": 10}
 
 
 @pytest.mark.parametrize("name", MORE_OF_A_BLOCK)
@@ -217,10 +233,11 @@ def test_a_block_of_classes_is_few_launches(programs: Programs, name: str) -> No
         size = 2044 if name == "odd" else 2048, 64, blocks * BLOCK_CLASSES
         how = ("nll", {"alone": True}) if name == "alone" else (name, {})
         how = ("logprobs", {}) if name == "odd" else how
+        how = ("jsd", {"reduction": "none", "max_chunk_bytes": 1 << 31}) if name == "jsd" else how
         seen = of_a_head(how[0], size, "bfloat16", **how[1])
         found.append(len(seen.launches) + len(programs.calls))
     assert found[1] - found[0] <= MORE_OF_A_BLOCK[name]
-    assert [x for x, _ in programs.calls].count("add_blocks") == 1
+    assert [x for x, _ in programs.calls].count("add_blocks") == (2 if name == "jsd" else 1)
 
 
 # Llama-3 8B's head, GPT-2's at another width: tokens, H, V, tokens of a chunk.
@@ -245,4 +262,30 @@ def test_peak_is_the_formula_of_the_plan(programs: Programs, call: Any) -> None:
     plan = plan_chunks(count, vocab, width, dtype=dtype, max_chunk_bytes=budget)
     how: Any = {"dtype": dtype, "gradient": gradient, "recompute": name != "nll"}
     expected = peak_bytes(plan, backend="torch", platform="gpu", **how)
+    assert abs(seen.peak / expected - 1) <= 0.01, f"{seen.peak} bytes, the plan says {expected}"
+
+
+BESIDE_A_TEACHER = [
+    *product(
+        KINDS,
+        (("none", False), ("none", True), ("mean", True)),
+        ((8200, 4096, 151_936, 1024), (2000, 1024, 50_257, 512)),
+        ("bfloat16", "float32"),
+    )
+]
+
+
+@pytest.mark.parametrize("call", parameters(BESIDE_A_TEACHER, every_pair(BESIDE_A_TEACHER)))
+def test_peak_beside_a_teacher_is_the_formula_of_the_plan(programs: Programs, call: Any) -> None:
+    """M16, within 1 %: chunks of both in the forward, blocks of classes of both in the backward of
+    each token's loss. Catches: a float32 sum of d weight there."""
+    kind, (reduction, gradient), (count, width, vocab, chunk), dtype = call
+    programs.keeps = False
+    budget = 2 * chunk * vocab * 4
+    options: Any = {"reduction": reduction, "max_chunk_bytes": budget}
+    seen = of_a_head(kind, (count, width, vocab), dtype, alone=not gradient, **options)
+    of = {"dtype": dtype, "max_chunk_bytes": budget, "teacher_size": TEACHER}
+    plan = plan_chunks(count, vocab, width, **of)
+    how: Any = {"dtype": dtype, "gradient": gradient, "recompute": reduction == "none"}
+    expected = peak_bytes(plan, backend="torch", platform="gpu", kind=kind, **how)
     assert abs(seen.peak / expected - 1) <= 0.01, f"{seen.peak} bytes, the plan says {expected}"

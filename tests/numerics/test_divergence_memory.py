@@ -71,6 +71,7 @@ def of_jax(sizes: Sizes, dtype: str = "float32", *, gradient: bool = True, **how
 MEASURES = {"torch": of_torch, "jax": of_jax}
 KINDS: dict[Any, dict[str, Any]] = {"forward_kl": {}, "reverse_kl": {}, "jsd": {"beta": 0.5}}
 SIZES = ((600, 64, 6400, 32), (1000, 160, 2000, 320))
+EACH = ((600, 96, 20_000, 32), (1000, 160, 9001, 320))  # more classes than a block has
 SMALL = 4 << 20  # the budget, for chunks of 64 to 256 tokens
 CALLS = [
     call
@@ -95,6 +96,25 @@ def test_peak_is_the_formula_of_the_plan(backend: str, call: Any) -> None:
     block = rows * vocab * plan.compute_itemsize
     copied = vocab * max(hidden, width) if backend == "jax" and dtype == "bfloat16" else 0
     near = near_plan(measured, expected, block, copied)
+    assert near, f"{measured} bytes, the plan says {expected}"
+
+
+@pytest.mark.torch
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("sizes", EACH, ids=str)
+def test_peak_of_a_loss_of_each_token(sizes: Sizes, kind: Any, dtype: str) -> None:
+    """D5, both ways: in the backward blocks of classes of both heads. Catches: a sum of d weight in
+    float32 beside that of the head's dtype."""
+    tokens, hidden, vocab, width = sizes
+    of = {"dtype": dtype, "max_chunk_bytes": SMALL, "teacher_size": width}
+    plan = plan_chunks(tokens, vocab, hidden, **of)
+    expected = peak_bytes(plan, backend="torch", dtype=dtype, recompute=True, kind=kind)
+    how = {"kind": kind, "max_chunk_bytes": SMALL, "reduction": "none", **KINDS[kind]}
+    measured = of_torch(sizes, dtype, **how)
+    block = plan.block_tokens(block_bytes("cpu")) * vocab * plan.compute_itemsize
+    near = near_plan(measured, expected, block)
     assert near, f"{measured} bytes, the plan says {expected}"
 
 

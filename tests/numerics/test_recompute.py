@@ -3,13 +3,12 @@ groups of tokens that are small here. By the rows of the contract, in both backe
 
 from __future__ import annotations
 
-from importlib.util import find_spec
 from typing import Any
 
 import numpy as np
 import pytest
 
-from helpers.blocks_of_classes import WHOLE, torch_blocks
+from helpers.blocks_of_classes import WHOLE, small_blocks, torch_blocks
 from helpers.measured import CAPPED, SMALL, by_id, hold
 from xentlib.contract import failures
 from xentlib.tools.harness.backends import run
@@ -38,13 +37,7 @@ FULL: dict[str, Any] = {"class_weights": True, "token_weights": True, "where": T
 
 @pytest.fixture(autouse=True)
 def blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """At most 128 classes in a block, 64 tokens in a group."""
-    if find_spec("torch"):
-        torch_blocks(monkeypatch, 128, 64)
-    if find_spec("jax"):
-        monkeypatch.setattr("xentlib.jax.binding.XLA_BLOCK_CLASSES", 128)
-        monkeypatch.setattr("xentlib.jax.core.logits.GROUP_TOKENS", 64)
-        monkeypatch.setattr("xentlib.jax.core.blocks.LABEL_GROUP", 8)
+    small_blocks(monkeypatch)
 
 
 @pytest.mark.parametrize("case", CASES, ids=by_id)

@@ -36,6 +36,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "sum": {"reduction": "sum"},
     "recompute": {"weighed": True, "recompute": True, "label_smoothing": 0.1},
     "per token": {"entropy": True},
+    "divergence": {"kind": "jsd", "beta": 0.3, "nll_weight": 0.4, "reduction": "none"},
 }
 
 
@@ -67,7 +68,7 @@ def result(
     rank: int, way: str, sizes: tuple[int, ...], parallel: Any, fill: int = 0
 ) -> tuple[Any, Any]:
     """In float64, in whose sums the shards do not show once they are rounded."""
-    from xentlib.torch import chunked_logprobs, chunked_nll
+    from xentlib.torch import TeacherHead, chunked_divergence, chunked_logprobs, chunked_nll
 
     options, total = dict(WAYS[way]), sum(sizes)
     draw = torch.Generator(DEVICE).manual_seed(total)
@@ -75,18 +76,27 @@ def result(
     labels = torch.randint(total, (N,), generator=draw)
     labels[-1] = total - 1
     weights = torch.rand(total, generator=draw) + 0.1
+    states, other, upstream = (torch.randn(x, generator=draw) for x in ((N, 3), (total, 3), (N,)))
     if options.pop("weighed", False):
         options["class_weights"] = weights
-    rows = head.split(sizes)[rank]
+    rows, of_teacher = (x.split(sizes)[rank] for x in (head, other))
     if len(rows) < fill:
-        rows = torch.full((fill, H), float("nan"))
+        rows, of_teacher = (torch.full((fill, n), float("nan")) for n in (H, 3))
     both = []
-    for part, more in ((rows, {"vocab_parallel": parallel}), (head, {})):
+    for part, beside, more in (
+        (rows, of_teacher, {"vocab_parallel": parallel}),
+        (head, other, {}),
+    ):
         weight, x = part.clone().requires_grad_(), hidden.clone().requires_grad_()
         more |= {"max_chunk_bytes": SMALL, "compute_dtype": "float64", **options}
-        function = chunked_logprobs if way == "per token" else chunked_nll
-        out = function(x, weight, labels, **more)
-        loss = out.loss if function is chunked_nll else (out.logprobs - out.entropy).sum()
+        if way == "divergence":
+            teacher = TeacherHead(states, beside)
+            out = chunked_divergence(x, weight, teacher, labels=labels, **more)
+            loss = (out.loss * upstream).sum()
+        else:
+            function = chunked_logprobs if way == "per token" else chunked_nll
+            out = function(x, weight, labels, **more)
+            loss = out.loss if function is chunked_nll else (out.logprobs - out.entropy).sum()
         loss.backward()
         grad = weight.grad if more.get("vocab_parallel") else weight.grad.split(sizes)[rank]
         assert not grad[sizes[rank] :].any()  # of padding

@@ -140,6 +140,7 @@ class GradientSums:
             start = low_TL.shape[1] - columns
             self.dz_TV = low_TL[:, start : start + logits.width]
         self.dz_y_T = torch.empty(logits.plan.chunk_tokens, **logits.like)
+        self.apart = True  # dz of the target, which is not in its column
         token_index = logits.tokens.token_index(0, logits.tokens.computed)
         self.targets_M = logits.tokens.labels[token_index]
         self.shared = logits.shared if logits.looks_for_targets else None
@@ -152,7 +153,8 @@ class GradientSums:
     def order_M(self) -> Tensor | None:
         """For kernels that want `sorted_targets`."""
         logits, shared = self.logits, self.shared
-        if not (logits.kernel_cls.sorted_targets and (self.needs[1] or self.needs[4])):
+        needed = self.needs[4] or (self.needs[1] and self.apart)
+        if not (logits.kernel_cls.sorted_targets and needed):
             return None
         if shared is None or shared.targets_N is None:
             return order_in_chunks(logits.plan, self.targets_M, logits.local_size + 1)
@@ -192,13 +194,20 @@ class GradientSums:
             self.dz_y_T[rows.span] = dz_y_B.to(self.logits.gemm_dtype)
 
     def put(self, rows: LogitsBlock, kernels: Eager) -> None:
-        """Step 7 for a block whose dz, the target's included, is in place of its logits."""
+        """Step 7 for a block whose dz is in place of its logits, the target's in its column."""
         none_B = torch.zeros_like(rows.z_BV[:, 0])
         need_bias = self.needs[2] and bool(self.logits.local_size)
         _, part_V = kernels.chained(rows, none_B, self.output(rows, column_sums=need_bias))
         if part_V is not None:
             self.bias.add_(part_V)
-        self.dz_y_T[rows.span] = none_B
+        self.in_column(rows)
+
+    def in_column(self, rows: LogitsBlock) -> None:
+        """Of a block, dz of the target is: nothing is left to add but to an adapter's sums, whose
+        products take the two apart."""
+        self.apart = False
+        if self.low is not None:
+            self.dz_y_T[rows.span] = 0.0
 
     def add(self, chunk: Chunk) -> None:
         """Gradient GEMMs of the rest, then the target's terms: they are most of both gradients,
@@ -235,7 +244,8 @@ class GradientSums:
                     mm(dz_TV, logits.operand_VH, out=dx_TH)
             if low is not None and activations is not None:
                 low.add_to_hidden(dx_TH, du_TR, activations)
-            logits.kernel_cls.add_to_hidden(dx_TH[:size], terms, logits.operand_VH)
+            if self.apart:
+                logits.kernel_cls.add_to_hidden(dx_TH[:size], terms, logits.operand_VH)
             if view_TH is None:  # to other ranks meanwhile, with d weight of this chunk
                 self.tokens.put(self.hidden, dx_TH, chunk.start, size, add=self.added)
             del dx_TH, view_TH  # not beside the products of d weight
@@ -263,7 +273,8 @@ class GradientSums:
             left, right = (x.T, dz) if self.needs_transpose else (dz.T, x)
             with gemm_precision(logits.gemm_dtype, dz_TV.device):
                 addmm_(self.weight, left, right, first=chunk.start + start == 0)
-            logits.kernel_cls.add_to_weight(self.weight_VH, of_part, x[: len(of_part.dz_y_B)])
+            if self.apart:
+                logits.kernel_cls.add_to_weight(self.weight_VH, of_part, x[: len(of_part.dz_y_B)])
 
     def _start_sum(self) -> None:
         """Once a call, on every rank, whatever it has computed."""

@@ -94,7 +94,7 @@ def divergence_forward(
     needs = loss.reduced_needs
     refused = refused_divisor(call, loss)
     terms = loss.terms(loss.function, teacher.form, refused)
-    loop = HeadLoop(in_halves(call), terms, kernel_cls=kernels_of(call, loss))
+    loop = HeadLoop(in_halves(call, each=loss.each), terms, kernel_cls=kernels_of(call, loss))
     weights_N, weight_sum, divisor = token_weights(
         loss, loop.local_tokens.valid, loop.compute_dtype
     )
@@ -152,7 +152,14 @@ def divergence_backward(
 ) -> Gradients:
     """Steps 6 to 8 of a loss of each token, from logits that are computed again."""
     terms = loss.terms(f"the backward of {FUNCTION}", teacher.form)
-    loop = HeadLoop(in_halves(call), terms, kernel_cls=kernels_of(call, loss))
+    # dz of a class needs lse of both, and delta, which are known: no other class's logits. An
+    # adapter of either has all classes at once.
+    loop = HeadLoop(
+        in_halves(call, each=loss.each),
+        terms,
+        kernel_cls=kernels_of(call, loss),
+        in_blocks=teacher.head.low_in is None,
+    )
     g_N = loop.local_tokens.clean(gradient.to(loop.compute_dtype))
     g_N, *exchanged = loop.chunks_of.exchange(g_N, *residuals_7N)
     objective = DivergenceRecompute(loop, teacher, loss, torch.stack(exchanged))

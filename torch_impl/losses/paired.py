@@ -17,12 +17,11 @@ from xentlib.math.divergence import DzTerms, PairSums
 from xentlib.math.soft_labels import SOFT_LABELS
 from xentlib.math.softmax import WantedStats
 from xentlib.torch.core.consistency import Terms
-from xentlib.torch.core.kernels import LogitsBlock
 from xentlib.torch.core.logits import Chunk, ChunkedLogits
 from xentlib.torch.core.loop import HeadLoop, Objective, Out
 from xentlib.torch.core.stats import all_stats
 from xentlib.torch.losses.pairs import PairedLogits, Unit
-from xentlib.torch.losses.teacher import KINDS, TeacherCall, is_tempered, kernels_of, paired
+from xentlib.torch.losses.teacher import KINDS, TeacherCall, TeacherRows, is_tempered, kernels_of
 from xentlib.torch.operators import HeadCall
 
 FUNCTION = "chunked_divergence"
@@ -124,7 +123,7 @@ class Divergence(PairedObjective):
         self, loop: HeadLoop, teacher: TeacherCall, loss: Loss, squared_N: Tensor, weights_N: Tensor
     ) -> None:
         """`weights_N` of the loss, without a power of two."""
-        super().__init__(lambda x: paired(loop, x, teacher, loss))
+        super().__init__(TeacherRows(loop, teacher, loss).paired)
         self.call, self.loss = loop.call, loss
         self.squared_N, self.weights_N = squared_N, weights_N
         self.num_values = len(VALUES) + len(Residuals._fields) * loss.each
@@ -152,7 +151,7 @@ class Divergence(PairedObjective):
         for k, part in enumerate(unit.parts()) if out.needs_dz else ():
             rows, _, at = part
             factor_B = self.logits.scaled(out.factor[rows.token_index], rows.temperature_B)
-            nll_dz = -weight * untempered(factor_B, rows) if weight else None
+            nll_dz = -weight * untempered(factor_B, rows.temperature_B) if weight else None
             dz_terms = DzTerms(factor_B * dz.gain[at], factor_B * dz.shift[at])
             p = unit_values.p_labels[k] if tempered else None
             self.pair.write(part, dz_terms, nll_dz, p, kernels, out.sums)
@@ -164,25 +163,34 @@ class DivergenceRecompute(PairedRecompute):
     def __init__(
         self, loop: HeadLoop, teacher: TeacherCall, loss: Loss, residuals_7N: Tensor
     ) -> None:
-        super().__init__(lambda x: paired(loop, x, teacher, loss))
-        self.call, self.residuals_7N = loop.call, residuals_7N
+        super().__init__(TeacherRows(loop, teacher, loss).paired)
+        self.call, self.tokens = loop.call, loop.chunks_of
+        self.known = Residuals(*residuals_7N)
+        self.known_4N = residuals_7N[:4]
+        # Of all tokens, once for every block of classes: dz, and what the labels' loss adds
+        self.dz: tuple[Tensor, Tensor, Tensor | None] | None = None
+
+    def coefficients(self, factor_N: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+        known, temperature, nll_dz = self.known, self.tokens.temperature, None
+        factor_N = self.logits.scaled(factor_N, temperature)
+        if self.call.scalars.nll_weight:
+            nll_dz = untempered(factor_N, temperature) * known.nll_dz
+        return factor_N * known.gain, factor_N * known.shift, nll_dz
 
     def step(self, unit: Unit, kernels: Any, out: Out) -> None:
         tempered, (part,) = is_tempered(self.call), unit.parts()
-        p_labels = self.pair.recompute(unit, kernels, self.residuals_7N[:4], tempered_nll=tempered)
-        rows = part[0]
-        known = Residuals(*self.residuals_7N[:, rows.token_index])
-        factor_B = self.logits.scaled(out.factor[rows.token_index], rows.temperature_B)
-        nll_dz = None
-        if self.call.scalars.nll_weight:
-            nll_dz = untempered(factor_B, rows) * known.nll_dz
-        dz = DzTerms(factor_B * known.gain, factor_B * known.shift)
-        self.pair.write(part, dz, nll_dz, p_labels[0] if tempered else None, kernels, out.sums)
+        p_labels = self.pair.recompute(unit, kernels, self.known_4N, tempered_nll=tempered)
+        if self.dz is None:
+            self.dz = self.coefficients(out.factor)
+        token_index = unit.token_index
+        gain, shift, nll_dz = (None if x is None else x[token_index] for x in self.dz)
+        p = p_labels[0] if tempered else None
+        self.pair.write(part, DzTerms(gain, shift), nll_dz, p, kernels, out.sums)
 
 
-def untempered(factor_B: Tensor, rows: LogitsBlock) -> Tensor:
+def untempered(factor: Tensor, temperature: Tensor | None) -> Tensor:
     """A factor of dz of logits before their temperature."""
-    return factor_B if rows.temperature_B is None else factor_B * rows.temperature_B
+    return factor if temperature is None else factor * temperature.to(factor.dtype)
 
 
 def logits_values(
@@ -202,7 +210,7 @@ def logits_values(
         loops.append(loop)
     loop = loops[0]
     (logits,) = loop.blocks()
-    pair = paired(loop, logits, teacher, loss)
+    pair = TeacherRows(loop, teacher, loss).paired(logits)
     delta, none = torch.zeros_like(known[0]), torch.zeros_like(known[0])
     if pair.kind.twice:
         delta = pair.kind.delta(*sums_of_blocks(pair, known, first=True)[:2])

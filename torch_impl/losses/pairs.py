@@ -359,10 +359,12 @@ def restore(rows: LogitsBlock, z_y: Tensor) -> None:
     rows.z_BV.scatter_(1, rows.y_B1, z_y[:, None])
 
 
-def in_halves(call: HeadCall) -> HeadCall:
-    """With half of the budget of a chunk for each of the two."""
+def in_halves(call: HeadCall, *, each: bool) -> HeadCall:
+    """With half of the budget of a chunk for each of the two. A loss of `each` token sums no d
+    weight over chunks: the smaller budget of a wide head costs it nothing."""
     if call.weight is None:
         return call
     row_bytes = 0 if call.rows.group else call.columns * call.compute_dtype.itemsize
-    budget = chunk_bytes(call.chunk_bytes, call.hidden.device, row_bytes)
+    width = call.hidden.shape[1] if each else 0
+    budget = chunk_bytes(call.chunk_bytes, call.hidden.device, row_bytes, width)
     return call._replace(chunk_bytes=max(1, budget // 2))

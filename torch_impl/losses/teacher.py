@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from typing import Any, NamedTuple
 
@@ -34,7 +34,13 @@ from xentlib.torch.core.loop import HeadLoop
 from xentlib.torch.core.tokens import counted
 from xentlib.torch.core.vocab import ShardedVocab
 from xentlib.torch.head.modules import replaced, split_lora
-from xentlib.torch.losses.pairs import IN_PLACE, HeadTeacher, LogitsTeacher, PairedLogits
+from xentlib.torch.losses.pairs import (
+    IN_PLACE,
+    HeadTeacher,
+    LogitsTeacher,
+    PairedLogits,
+    Teacher,
+)
 from xentlib.torch.micro_batch import readable
 from xentlib.torch.operators import HeadCall, not_differentiable
 from xentlib.torch.placement.head import behind_shards, gather_head, place_head
@@ -150,29 +156,50 @@ def of_both(call: HeadCall, teacher: TeacherCall) -> tuple[HeadCall, TeacherCall
     return first_classes(call, min(classes)), teacher.first(min(classes))
 
 
-def paired(loop: HeadLoop, student: ChunkedLogits, teacher: TeacherCall, loss: Any) -> PairedLogits:
-    """The student's logits of a loop, with the teacher's beside them."""
-    pairs = pairs_for(student.kernel_cls)
-    on_cpu = device_info(loop.call.hidden).cpu_libraries
-    if not student.kernel_cls.whole_chunks and (on_cpu or loss.kind != SOFT_LABELS):
-        # On a CPU as many arrays of each are in the cache. On a GPU a divergence has up to 34 of a
-        # block; class probabilities have few, and a quarter would cost them 4 times the launches:
-        # 269 ms for 109 of 8,192 tokens on an H200.
-        student.block_rows = -(-student.block_rows // 4)
-    if loss.kind == SOFT_LABELS:
-        return soft_logits(loop, student, teacher, entropy=loss.entropy)
-    kind = IN_PLACE[loss.kind](torch, torch.exp, loop.call.scalars.beta or 0.0)
-    if teacher.head.weight is None:
-        teacher_rows = LogitsTeacher(teacher.head.hidden, teacher.head.temperature, student)
-        return pairs(student, teacher_rows, kind, loss.wanted)
-    call = teacher.as_head_call(loop.call)
-    teacher_loop = HeadLoop(
-        call, Terms(TEACHER), kernel_cls=student.kernel_cls, paired_with=student
-    )
-    teacher_loop.chunks_of.exchange()
-    teacher_loop.check_consistent()
-    (logits,) = teacher_loop.blocks()
-    return pairs(student, HeadTeacher(logits), kind, loss.wanted)
+class TeacherRows:
+    """A teacher's logits beside the student's of a loop: of the same tokens and classes."""
+
+    def __init__(self, loop: HeadLoop, teacher: TeacherCall, loss: Any) -> None:
+        self.loop, self.teacher, self.loss = loop, teacher, loss
+        self.first = 0  # this rank's column that a block begins with
+        self.blocks: Iterator[ChunkedLogits] | None = None  # of a head
+
+    def paired(self, student: ChunkedLogits) -> PairedLogits:
+        """The student's logits, and the teacher's of the same classes; of one block after the
+        other, where the head is read in blocks."""
+        loop, loss = self.loop, self.loss
+        pairs = pairs_for(student.kernel_cls)
+        on_cpu = device_info(loop.call.hidden).cpu_libraries
+        if not student.kernel_cls.whole_chunks and (on_cpu or loss.kind != SOFT_LABELS):
+            # On a CPU as many arrays of each are in the cache. On a GPU a divergence has up to 34
+            # of a block; class probabilities have few, and a quarter would cost them 4 times the
+            # launches: 269 ms for 109 of 8,192 tokens on an H200.
+            student.block_rows = -(-student.block_rows // 4)
+        if loss.kind == SOFT_LABELS:
+            return soft_logits(loop, student, self.teacher, entropy=loss.entropy)
+        kind = IN_PLACE[loss.kind](torch, torch.exp, loop.call.scalars.beta or 0.0)
+        return pairs(student, self._beside(student), kind, loss.wanted)
+
+    def _beside(self, student: ChunkedLogits) -> Teacher:
+        head = self.teacher.head
+        if head.weight is None:
+            logits = head.hidden[:, self.first :] if self.first else head.hidden
+            self.first += student.local_size
+            return LogitsTeacher(logits, head.temperature, student)
+        if self.blocks is None:
+            loop = HeadLoop(
+                self.teacher.as_head_call(self.loop.call),
+                Terms(TEACHER),
+                kernel_cls=student.kernel_cls,
+                paired_with=student,
+                in_blocks=self.loop.in_blocks,
+            )
+            loop.chunks_of.exchange()
+            loop.check_consistent()
+            self.blocks = loop.blocks()
+        rows = next(self.blocks)
+        rows.block_rows = student.block_rows
+        return HeadTeacher(rows)
 
 
 def pairs_for(kernel_cls: type[Kernels]) -> type[PairedLogits]:

@@ -138,7 +138,7 @@ class TritonPairs(PairedLogits):
             into_BV.copy_(whole_BV.to(out.round_to))
         else:
             self.put(part, kernels, at, into_BV, out.round_to, **more)
-        sums.dz_y_T[rows.span] = 0.0
+        sums.in_column(rows)
 
     def write_gradient(self, part: Any, dz: DzTerms, kernels: KernelPair, d_logits: Tensor) -> None:
         """Steps 6 and 7, into the gradient of precomputed logits."""

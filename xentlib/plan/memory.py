@@ -35,6 +35,8 @@ WIDENED, D_WEIGHT, D_HIDDEN = "copy of the head", "sum of d weight", "sum of d h
 # Of a divergence, arrays of a quarter of a block that stand at once beside both chunks, two more on
 # a CPU. Counted, as the bytes of a class are.
 TORCH_ARRAYS: dict[Divergence, int] = {"forward_kl": 15, "reverse_kl": 16, "jsd": 34}
+# By Triton's programs, times the statistics of one head: those, and what their exact sums need.
+PROGRAM_ARRAYS: dict[Divergence, int] = {"forward_kl": 6, "reverse_kl": 8, "jsd": 6}
 
 
 def peak_bytes(
@@ -87,10 +89,12 @@ def peak_bytes(
     without cuBLAS, of chunks of a multiple of 128 tokens, with a dz only where V is no multiple of
     128. A softcap has a dz too, and a head laid out [H, V] is copied, which this does not count.
 
-    Of a plan with a `teacher_size`, `chunked_divergence` with a `TeacherHead`, eager also on a GPU
-    and there for PyTorch alone. No gradient of the teacher is made.
+    Of a plan with a `teacher_size`, `chunked_divergence` with a `TeacherHead`, on a GPU for PyTorch
+    alone. No gradient of the teacher is made. With `recompute`, of a loss of each token, the
+    backward of PyTorch is in blocks of classes as above, two of them side by side.
 
-        torch: two chunks + scratch: 15 to 34 arrays of a quarter of a block (two more on a CPU)
+        torch: two chunks + scratch: 15 to 34 arrays of a quarter of a block (two more on a CPU),
+               of Triton's programs 6 to 8 times the statistics
                + rows of a chunk of both   (+ both heads in float32 where operands are 16-bit)
         JAX:   15 to 26 chunks, which XLA on a CPU keeps of a divergence
         both:  + float32 d weight and d hidden   (+ their rounded copies)
@@ -104,8 +108,8 @@ def peak_bytes(
         backend: "torch" or "jax".
         dtype: name of the operands' dtype; `weight` and `hidden` alike.
         gradient: for `hidden` and `weight`, or the loss alone.
-        recompute: of `chunked_logprobs`, and of `chunked_nll` with `recompute`, whose backward
-            computes the logits again.
+        recompute: of `chunked_logprobs`, of `chunked_nll` with `recompute`, and of
+            `chunked_divergence` with `reduction="none"`, whose backward computes the logits again.
         platform: "cpu", or "gpu", which "cuda" is as well, or in JAX "tpu".
         kernels: on a GPU in PyTorch, Triton's programs, whose scratch is four numbers a token and
             block of 128 columns, and not eager.
@@ -125,11 +129,15 @@ def peak_bytes(
         return _with_classes(plan, dtype, gradient, kept, ids)
     if backend == "torch":
         how = dtype, gradient, recompute, platform, kernels
-        if is_in_blocks(plan, gradient=gradient, recompute=recompute):
-            return max(sum(x.values()) for x in walk_of_blocks(plan, plan.in_blocks(), *how))
-        walk = torch_walk(plan, *how)
         if plan.teacher_size:
-            walk |= _beside_teacher(walk, plan, dtype, platform, kind)
+            walks = _walks_beside_teacher(plan, *how, kind)
+            walk = max(walks, key=lambda walk: sum(walk.values()))
+        elif is_in_blocks(plan, gradient=gradient, recompute=recompute):
+            return max(sum(x.values()) for x in walk_of_blocks(plan, plan.in_blocks(), *how))
+        else:
+            walk = torch_walk(plan, *how)
+        if plan.teacher_size and recompute:
+            return sum(walk.values())
         size, narrow = plan.compute_itemsize, ITEMSIZE[dtype]
         entries = (plan.vocab_size + plan.num_tokens) * plan.hidden_size
         rounded = platform != "cpu" and gradient and narrow < size
@@ -209,18 +217,45 @@ def walk_of_blocks(
         yield walk | {D_WEIGHT: d_weight + (walk[D_WEIGHT] if head_size < size else 0)}
 
 
+def _walks_beside_teacher(
+    plan: ChunkPlan,
+    dtype: str,
+    gradient: bool,
+    recompute: bool,
+    platform: str,
+    kernels: bool,
+    kind: Divergence,
+) -> Iterator[dict[str, int]]:
+    """What stands at once in PyTorch's walks where a teacher's chunk is beside each of a student's:
+    of `recompute` in the forward, and in the backward, which may be in blocks of classes."""
+    how = platform, kernels
+    first = torch_walk(plan, dtype, gradient and not recompute, False, *how)
+    in_programs = kernels and platform != "cpu"
+    arrays = (PROGRAM_ARRAYS if in_programs else TORCH_ARRAYS)[kind]
+    yield first | _beside_teacher(first, plan, dtype, *how, arrays)
+    if gradient and recompute:
+        part = plan.in_blocks() if plan.vocab_size > BLOCK_CLASSES else plan
+        walk = torch_walk(plan, dtype, True, True, *how)
+        if part is not plan:
+            *_, walk = walk_of_blocks(plan, part, dtype, True, True, *how)
+        # Nothing is summed: two arrays less, and no statistics
+        yield walk | _beside_teacher(walk, part, dtype, *how, arrays - 2)
+
+
 def _beside_teacher(
-    walk: dict[str, int], plan: ChunkPlan, dtype: str, platform: str, kind: Divergence
+    walk: dict[str, int], plan: ChunkPlan, dtype: str, platform: str, kernels: bool, arrays: int
 ) -> dict[str, int]:
-    """What a walk of PyTorch has otherwise where a teacher's chunk is beside each of its own."""
+    """What a walk has otherwise; at once there are `arrays` of a quarter of a block, or of
+    statistics."""
     size, on_cpu = plan.compute_itemsize, platform == "cpu"
     low, narrow = ITEMSIZE[dtype] < size, ITEMSIZE[dtype]
     block = -(-plan.block_tokens(block_bytes(platform)) // 4) * plan.vocab_size * size
     rows = plan.chunk_tokens * plan.teacher_size * (size * low if on_cpu else narrow)
     head = plan.vocab_size * plan.teacher_size * size
+    in_programs = kernels and not on_cpu
     return {
         LOGITS: 2 * walk[LOGITS],
-        SCRATCH: (TORCH_ARRAYS[kind] + 2 * on_cpu) * block,
+        SCRATCH: arrays * walk[SCRATCH] if in_programs else (arrays + 2 * on_cpu) * block,
         ROWS: walk[ROWS] + rows,
         WIDENED: walk[WIDENED] + (head if walk[WIDENED] else 0),
     }

@@ -149,11 +149,14 @@ class ChunkPlan:
         """
         check_choice("backend", backend, ("torch", "jax"))
         columns, budget, most = min(self.vocab_size, BLOCK_CLASSES), self.max_chunk_bytes, MAX_ROWS
-        if backend == "jax":  # whose budget is that of whole rows, and whose chunks are groups
+        heads = 2 if self.teacher_size else 1
+        if backend == "jax" or self.teacher_size:  # whose budget is that of whole rows
             row_bytes = self.vocab_size * self.compute_itemsize
             budget = budget or default_chunk_bytes("cpu", row_bytes=row_bytes)
+        if backend == "jax":  # whose chunks are groups
             columns, most = even_classes(self.vocab_size), GROUP_TOKENS
-        rows = min(chunk_rows(self.num_tokens, columns * self.compute_itemsize, budget), most)
+        row_bytes = columns * self.compute_itemsize
+        rows = min(chunk_rows(self.num_tokens, row_bytes, budget, heads=heads), most)
         return replace(self, vocab_size=columns, chunk_tokens=rows)
 
     def bounds(self) -> Iterator[tuple[int, int]]:
