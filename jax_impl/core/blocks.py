@@ -69,7 +69,7 @@ def class_block(logits: ChunkedLogits, index: jax.Array) -> ChunkedLogits:
         ),
         block_classes=0,
         first=first,
-        beside=None if logits.beside is None else class_block(logits.beside, index),
+        paired=None if logits.paired is None else class_block(logits.paired, index),
     )
 
 
@@ -176,7 +176,7 @@ def gradients_of_blocks(
     nothing = Gradients.zeros(class_block(logits, jnp.zeros((), jnp.int32)), needs)
     bias = jnp.zeros(logits.columns if needs.bias else 0, options.compute_dtype)
     # Beside a teacher dz of the target is in its column.
-    apart = logits.beside is None
+    apart = logits.paired is None
     target_M = jnp.zeros(logits.order.size if apart else 0, options.compute_dtype)
 
     def body(number: jax.Array, carry: Any) -> Any:

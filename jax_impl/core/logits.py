@@ -54,7 +54,7 @@ class ChunkedLogits(NamedTuple):
     # all; 0: rows of logits are whole
     block_classes: int = 0
     first: Any = None  # of one such block, the column that it begins with
-    beside: Any = None  # `ChunkedLogits` of a teacher, in the same blocks
+    paired: Any = None  # `ChunkedLogits` of a teacher, in the same blocks
 
     @property
     def axes(self) -> tuple[int, int]:

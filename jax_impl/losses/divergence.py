@@ -223,13 +223,13 @@ def each_backward(
     both, numbers = gathered_pair(local, teacher, (scaled(local, g_N), residuals))
     logits, nll_weight = both.student, local.options.scalars.nll_weight
     if logits.block_classes:
-        logits = logits._replace(beside=both.teacher)
+        logits = logits._replace(paired=both.teacher)
 
     def step(part: ChunkedLogits, chunk: Chunk, numbers_T: Any, sums: Gradients) -> Gradients:
         factor_T, known = numbers_T
         pair = both
-        if part.beside is not None:
-            pair = both._replace(student=part, teacher=part.beside)
+        if part.paired is not None:
+            pair = both._replace(student=part, teacher=part.paired)
         terms = pair.recompute(chunk, list(known[:4]))
         dz, own_T = (
             DzTerms(known.gain, known.shift),

@@ -21,7 +21,7 @@ from xentlib.torch.core.logits import Chunk, ChunkedLogits
 from xentlib.torch.core.loop import HeadLoop, Objective, Out
 from xentlib.torch.core.stats import all_stats
 from xentlib.torch.losses.pairs import PairedLogits, Unit
-from xentlib.torch.losses.teacher import KINDS, TeacherCall, TeacherRows, is_tempered, kernels_of
+from xentlib.torch.losses.teacher import KINDS, TeacherCall, is_tempered, kernels_of, paired_logits
 from xentlib.torch.operators import HeadCall
 
 FUNCTION = "chunked_divergence"
@@ -123,7 +123,7 @@ class Divergence(PairedObjective):
         self, loop: HeadLoop, teacher: TeacherCall, loss: Loss, squared_N: Tensor, weights_N: Tensor
     ) -> None:
         """`weights_N` of the loss, without a power of two."""
-        super().__init__(TeacherRows(loop, teacher, loss).paired)
+        super().__init__(paired_logits(loop, teacher, loss))
         self.call, self.loss = loop.call, loss
         self.squared_N, self.weights_N = squared_N, weights_N
         self.num_values = len(VALUES) + len(Residuals._fields) * loss.each
@@ -163,7 +163,7 @@ class DivergenceRecompute(PairedRecompute):
     def __init__(
         self, loop: HeadLoop, teacher: TeacherCall, loss: Loss, residuals_7N: Tensor
     ) -> None:
-        super().__init__(TeacherRows(loop, teacher, loss).paired)
+        super().__init__(paired_logits(loop, teacher, loss))
         self.call, self.tokens = loop.call, loop.chunks_of
         self.known = Residuals(*residuals_7N)
         self.known_4N = residuals_7N[:4]
@@ -210,7 +210,7 @@ def logits_values(
         loops.append(loop)
     loop = loops[0]
     (logits,) = loop.blocks()
-    pair = TeacherRows(loop, teacher, loss).paired(logits)
+    pair = paired_logits(loop, teacher, loss)(logits)
     delta, none = torch.zeros_like(known[0]), torch.zeros_like(known[0])
     if pair.kind.twice:
         delta = pair.kind.delta(*sums_of_blocks(pair, known, first=True)[:2])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from typing import Any, NamedTuple
 
@@ -34,13 +34,7 @@ from xentlib.torch.core.loop import HeadLoop
 from xentlib.torch.core.tokens import counted
 from xentlib.torch.core.vocab import ShardedVocab
 from xentlib.torch.head.modules import replaced, split_lora
-from xentlib.torch.losses.pairs import (
-    IN_PLACE,
-    HeadTeacher,
-    LogitsTeacher,
-    PairedLogits,
-    Teacher,
-)
+from xentlib.torch.losses.pairs import IN_PLACE, HeadTeacher, LogitsTeacher, PairedLogits
 from xentlib.torch.micro_batch import readable
 from xentlib.torch.operators import HeadCall, not_differentiable
 from xentlib.torch.placement.head import behind_shards, gather_head, place_head
@@ -156,18 +150,16 @@ def of_both(call: HeadCall, teacher: TeacherCall) -> tuple[HeadCall, TeacherCall
     return first_classes(call, min(classes)), teacher.first(min(classes))
 
 
-class TeacherRows:
-    """A teacher's logits beside the student's of a loop: of the same tokens and classes."""
+def paired_logits(
+    loop: HeadLoop, teacher: TeacherCall, loss: Any
+) -> Callable[[ChunkedLogits], PairedLogits]:
+    """Of the student's logits those with the teacher's of the same tokens and classes beside them;
+    of one block of classes after the other, where the head is read in blocks."""
+    head, first = teacher.head, 0
+    blocks: Iterator[ChunkedLogits] | None = None
 
-    def __init__(self, loop: HeadLoop, teacher: TeacherCall, loss: Any) -> None:
-        self.loop, self.teacher, self.loss = loop, teacher, loss
-        self.first = 0  # this rank's column that a block begins with
-        self.blocks: Iterator[ChunkedLogits] | None = None  # of a head
-
-    def paired(self, student: ChunkedLogits) -> PairedLogits:
-        """The student's logits, and the teacher's of the same classes; of one block after the
-        other, where the head is read in blocks."""
-        loop, loss = self.loop, self.loss
+    def paired(student: ChunkedLogits) -> PairedLogits:
+        nonlocal blocks, first
         pairs = pairs_for(student.kernel_cls)
         on_cpu = device_info(loop.call.hidden).cpu_libraries
         if not student.kernel_cls.whole_chunks and (on_cpu or loss.kind != SOFT_LABELS):
@@ -176,30 +168,37 @@ class TeacherRows:
             # launches: 269 ms for 109 of 8,192 tokens on an H200.
             student.block_rows = -(-student.block_rows // 4)
         if loss.kind == SOFT_LABELS:
-            return soft_logits(loop, student, self.teacher, entropy=loss.entropy)
+            return soft_logits(loop, student, teacher, entropy=loss.entropy)
         kind = IN_PLACE[loss.kind](torch, torch.exp, loop.call.scalars.beta or 0.0)
-        return pairs(student, self._beside(student), kind, loss.wanted)
-
-    def _beside(self, student: ChunkedLogits) -> Teacher:
-        head = self.teacher.head
         if head.weight is None:
-            logits = head.hidden[:, self.first :] if self.first else head.hidden
-            self.first += student.local_size
-            return LogitsTeacher(logits, head.temperature, student)
-        if self.blocks is None:
-            loop = HeadLoop(
-                self.teacher.as_head_call(self.loop.call),
-                Terms(TEACHER),
-                kernel_cls=student.kernel_cls,
-                paired_with=student,
-                in_blocks=self.loop.in_blocks,
+            logits = head.hidden[:, first:] if first else head.hidden
+            first += student.local_size
+            return pairs(
+                student, LogitsTeacher(logits, head.temperature, student), kind, loss.wanted
             )
-            loop.chunks_of.exchange()
-            loop.check_consistent()
-            self.blocks = loop.blocks()
-        rows = next(self.blocks)
+        if blocks is None:
+            blocks = teacher_blocks(loop, teacher, student)
+        rows = next(blocks)
         rows.block_rows = student.block_rows
-        return HeadTeacher(rows)
+        return pairs(student, HeadTeacher(rows), kind, loss.wanted)
+
+    return paired
+
+
+def teacher_blocks(
+    loop: HeadLoop, teacher: TeacherCall, student: ChunkedLogits
+) -> Iterator[ChunkedLogits]:
+    """Of a teacher's head, as those of the student."""
+    teacher_loop = HeadLoop(
+        teacher.as_head_call(loop.call),
+        Terms(TEACHER),
+        kernel_cls=student.kernel_cls,
+        paired_with=student,
+        in_blocks=loop.in_blocks,
+    )
+    teacher_loop.chunks_of.exchange()
+    teacher_loop.check_consistent()
+    return teacher_loop.blocks()
 
 
 def pairs_for(kernel_cls: type[Kernels]) -> type[PairedLogits]:
