@@ -265,6 +265,17 @@ def test_peak_is_the_formula_of_the_plan(programs: Programs, call: Any) -> None:
     assert abs(seen.peak / expected - 1) <= 0.01, f"{seen.peak} bytes, the plan says {expected}"
 
 
+@pytest.mark.parametrize(("reduction", "rows"), [("none", 1024), ("mean", 2048)])
+def test_the_default_budget_beside_a_teacher(
+    reduction: str, rows: int, programs: Programs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a card of 80 GiB: 1 GiB for the logits of both where no d weight is summed over chunks."""
+    monkeypatch.setattr("xentlib.torch.core.device.memory_of", lambda _: 80 << 30)
+    seen = of_a_head("forward_kl", (4096, 2048, 128_256), "bfloat16", reduction=reduction)
+    first = next(x for x in seen.launches if x.name == "mm")
+    assert first.written[0].shape == (rows, 128_256)
+
+
 BESIDE_A_TEACHER = [
     *product(
         KINDS,

@@ -112,6 +112,60 @@ def test_which_calls_are_read_in_blocks(backend: str, blocks: list[str]) -> None
 
 
 @pytest.mark.jax
+def test_no_target_is_added_and_the_budget_is_that_of_a_wide_head(
+    monkeypatch: pytest.MonkeyPatch, blocks: list[str]
+) -> None:
+    """dz of a target is in its column. Catches: passes over its rows, with zeros. A budget that is
+    of the head's width where no d weight is summed over chunks."""
+    pytest.importorskip("jax")
+    widths: list[int] = []
+
+    def budget(asked: Any, target: Any, row_bytes: int = 0, hidden_size: int = 0) -> int:
+        widths.append(hidden_size)
+        return 1 << 20
+
+    def refused(*args: Any) -> Any:
+        raise AssertionError
+
+    for name in ("add_targets_of_block", "add_labels_rows"):
+        monkeypatch.setattr(f"xentlib.jax.core.blocks.{name}", refused)
+    monkeypatch.setattr("xentlib.jax.binding.chunk_bytes", budget)
+    problem = each(Case("targets", 29, 24, 331, teacher=40, options={"nll_weight": 0.3}))
+    run_divergence("jax", problem)
+    assert blocks
+    run_divergence("jax", problem.changed(options={"reduction": "sum"}, upstream=1.0))
+    assert widths == [24, 40, 0, 40]
+
+
+@pytest.mark.torch
+def test_an_adapter_of_a_teacher_has_all_classes_at_once(blocks: list[str]) -> None:
+    """Catches: a student in blocks beside a teacher that is not; sums of an adapter's student with
+    targets that nothing has written."""
+    torch = pytest.importorskip("torch")
+    from xentlib.torch import LowRankHead, TeacherHead, chunked_divergence
+
+    seed = torch.Generator().manual_seed(3)
+    shapes = ((23, 24), (23, 40), (331, 24), (331, 40), (2, 40), (331, 2), (2, 24))
+    hidden, states, weight, other, a, b, c = (torch.randn(x, generator=seed) for x in shapes)
+    hidden.requires_grad_()
+
+    def gradients(student: Any, teacher: Any, *leaves: Any) -> list[Any]:
+        out = chunked_divergence(hidden, student, TeacherHead(states, teacher), **EACH)
+        return [x.double().numpy() for x in torch.autograd.grad(out.loss.sum(), (hidden, *leaves))]
+
+    found = gradients(weight, LowRankHead(other, a, b, scale=0.5))
+    assert not blocks
+    (pair,) = zip(found, gradients(weight, other + 0.5 * b @ a), strict=True)
+    assert len(blocks) == 1
+    assert not failures(check("A9", *pair, metrics=("rho / u",)))
+    c.requires_grad_()
+    of_student = gradients(LowRankHead(weight, c, b, scale=0.5), other, c)
+    assert len(blocks) == 1
+    for pair in zip(of_student, gradients(weight + 0.5 * b @ c, other, c), strict=True):
+        assert not failures(check("A9", *pair, metrics=("rho / u",)))
+
+
+@pytest.mark.jax
 def test_an_adapter_has_all_classes_at_once(blocks: list[str]) -> None:
     """Of either head. Catches: a student in blocks beside a teacher that is not."""
     jax = pytest.importorskip("jax")

@@ -194,7 +194,7 @@ def teacher_blocks(
         Terms(TEACHER),
         kernel_cls=student.kernel_cls,
         paired_with=student,
-        in_blocks=loop.in_blocks,
+        in_blocks=student.shared is not None,  # of an adapter it is whole
     )
     teacher_loop.chunks_of.exchange()
     teacher_loop.check_consistent()
