@@ -107,10 +107,10 @@ def bind(
         gathered=gathered,
     )
     if vocab_size > XLA_BLOCK_CLASSES and low is None and not gathered:
-        # The compiler splits whole products over an Auto mesh, and d weight is summed over devices
-        # that have pieces of it in the compute dtype.
-        pieces = place is not None and any((*place.weight_cut, *place.bias_cut))
-        if not pieces and alone(hidden, weight):
+        # The compiler splits whole products over an Auto mesh, and a block has rows of one device
+        # where each has some of them.
+        rows = place is not None and (place.weight_cut[options.transposed] or place.bias_cut[0])
+        if not rows and alone(hidden, weight):
             options = options._replace(block_classes=XLA_BLOCK_CLASSES)
     adapters: dict[str, Any] = {}
     if low is not None:

@@ -12,6 +12,7 @@ filled up to chunks, b blocks of 128 columns.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -20,6 +21,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from xentlib.jax.core.algebra import ALGEBRA, rounded
+from xentlib.jax.core.call import Axes, own_piece
 from xentlib.jax.core.device import from_bits, slice_bits
 from xentlib.jax.core.gemm import round_to
 from xentlib.jax.core.gradients import LABEL_GROUP, Gradients, add_targets, transposed
@@ -172,6 +174,11 @@ def gradients_of_blocks(
         one = jnp.ldexp(jnp.ones((), options.compute_dtype), -exponent)
     by_class = rows_by_class(logits)
     shape = primal.shape[:: -1 if axis != axis_v else 1] if needs.weight else (0, 0)
+    # Devices that have a part of each row, gathered for the call, have that part of the gradient.
+    cut: list[Axes] = [(), ()]
+    if options.place is not None:
+        cut[1 - axis] = options.place.weight_cut[1 - axis_v]
+        shape = tuple(n // math.prod(map(lax.axis_size, x)) for n, x in zip(shape, cut))
     weight = vary(slice_bits(jnp.zeros(shape, primal.dtype)), varying(primal))
     nothing = Gradients.zeros(class_block(logits, jnp.zeros((), jnp.int32)), needs)
     bias = jnp.zeros(logits.columns if needs.bias else 0, options.compute_dtype)
@@ -188,7 +195,7 @@ def gradients_of_blocks(
         if apart:
             sums = add_targets_of_block(part, needs, sums, *by_class)
         if needs.weight:
-            d_weight = sums.weight if one is None else sums.weight * one
+            d_weight = own_piece(sums.weight if one is None else sums.weight * one, tuple(cut))
             d_weight = round_to(as_primal(d_weight, primal), primal.dtype.name)
             weight = put_columns(weight, d_weight, part.first, axis)
         if needs.bias:

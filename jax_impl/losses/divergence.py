@@ -82,8 +82,7 @@ def pair_of(
     options = options._replace(chunk_bytes=max(1, options.chunk_bytes // 2))
     if arrays.teacher is None:
         return chunked_logits(options, arrays), None
-    alike = options.block_classes == teacher_options.block_classes
-    in_blocks = in_blocks and alike and arrays.teacher.weight is not None
+    in_blocks = in_blocks and options.block_classes == teacher_options.block_classes
     student = chunked_logits(options, arrays, in_blocks=in_blocks)
     return student, chunked_logits(
         teacher_options, arrays.teacher, paired_with=student, in_blocks=in_blocks

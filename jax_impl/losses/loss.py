@@ -90,15 +90,18 @@ def head_gradients(
     def body(part: ChunkedLogits, chunk: Chunk, sums: Gradients) -> Gradients:
         return step(part, chunk, at_rows(logits, chunk, numbers_M), sums)
 
+    options = logits.options
     if logits.block_classes:
         gradients = gradients_of_blocks(logits, needs, body, exponent, used, numbers_M)
+        if options.place is not None:  # of whose pieces these are
+            options = options._replace(place=options.place._replace(weight_cut=((), ())))
     else:
         sums = vary(Gradients.zeros(logits, needs), varying(logits, (used, numbers_M)))
         exchange = bool(logits.options.gathered)
         whole = partial(body, logits)
         sums = over_chunks(logits, whole, sums, used, numbers_M, exchange=exchange)
         gradients = sums.finished(logits, exponent)
-    return gradients.rounded(logits.options, local.arrays.leaves)
+    return gradients.rounded(options, local.arrays.leaves)
 
 
 def logits_gradient(

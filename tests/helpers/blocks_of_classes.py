@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from importlib.util import find_spec
+from typing import Any
 
 import pytest
 
-__all__ = ["WHOLE", "small_blocks", "torch_blocks"]
+__all__ = ["WHOLE", "seen_blocks", "small_blocks", "torch_blocks"]
 WHOLE = 1 << 20
 
 
@@ -26,3 +27,18 @@ def small_blocks(patch: pytest.MonkeyPatch) -> None:
         patch.setattr("xentlib.jax.binding.XLA_BLOCK_CLASSES", 128)
         patch.setattr("xentlib.jax.core.logits.GROUP_TOKENS", 64)
         patch.setattr("xentlib.jax.core.blocks.LABEL_GROUP", 8)
+
+
+def seen_blocks(patch: pytest.MonkeyPatch) -> list[str]:
+    """A name for each backward that is traced in blocks, in JAX."""
+    from xentlib.jax.losses import loss
+
+    found: list[str] = []
+    function = loss.gradients_of_blocks
+
+    def called(*args: Any) -> Any:
+        found.append("gradients_of_blocks")
+        return function(*args)
+
+    patch.setattr(loss, "gradients_of_blocks", called)
+    return found

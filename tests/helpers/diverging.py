@@ -22,6 +22,7 @@ from xentlib.torch import (
     count_collectives,
     vocab_parallel_divergence,
 )
+from xentlib.torch.core import blocks, loop
 
 N, H, WIDTH, V = 29, 16, 24, 421
 
@@ -42,7 +43,9 @@ def arrays(world: int) -> dict[str, Tensor]:
 
 
 def of_rank(rank: int, world: int, folder: str, cases: list[dict[str, Any]]) -> list[Any]:
-    """Outputs and gradients of each case's call, along each route by its name."""
+    """Outputs and gradients of each case's call, along each route by its name; of a loss of each
+    token in blocks of classes, of which both heads have several, where tokens do not travel."""
+    blocks.BLOCK_CLASSES = loop.BLOCK_CLASSES = 128
     start_gloo(rank, world, folder)
     return [
         {name: route(rank, world, case) for name, route in routes_of(case).items()}

@@ -71,7 +71,7 @@ def of_jax(sizes: Sizes, dtype: str = "float32", *, gradient: bool = True, **how
 MEASURES = {"torch": of_torch, "jax": of_jax}
 KINDS: dict[Any, dict[str, Any]] = {"forward_kl": {}, "reverse_kl": {}, "jsd": {"beta": 0.5}}
 SIZES = ((600, 64, 6400, 32), (1000, 160, 2000, 320))
-EACH = ((600, 96, 20_000, 32), (1000, 160, 9001, 320))  # more classes than a block has
+EACH = ((600, 36, 20_000, 32), (1000, 160, 9001, 320))  # more classes than a block has
 SMALL = 4 << 20  # the budget, for chunks of 64 to 256 tokens
 CALLS = [
     call

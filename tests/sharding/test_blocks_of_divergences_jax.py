@@ -19,7 +19,7 @@ import jax.numpy as jnp  # noqa: E402
 from jax.sharding import AxisType, NamedSharding  # noqa: E402
 from jax.sharding import PartitionSpec as P  # noqa: E402
 
-from helpers.blocks_of_classes import small_blocks  # noqa: E402
+from helpers.blocks_of_classes import seen_blocks, small_blocks  # noqa: E402
 from helpers.mesh_jax import mesh_of  # noqa: E402
 from xentlib.jax import TeacherHead, chunked_divergence  # noqa: E402
 
@@ -28,20 +28,9 @@ OPTIONS: dict[str, Any] = {"kind": "jsd", "beta": 0.3, "nll_weight": 0.4, "reduc
 
 
 @pytest.fixture(autouse=True)
-def seen(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """A number for each backward in blocks."""
-    from xentlib.jax.losses import loss
-
+def seen(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     small_blocks(monkeypatch)
-    found: list[int] = []
-    function = loss.gradients_of_blocks
-
-    def called(*args: Any) -> Any:
-        found.append(1)
-        return function(*args)
-
-    monkeypatch.setattr(loss, "gradients_of_blocks", called)
-    return found
+    return seen_blocks(monkeypatch)
 
 
 def arrays() -> list[Any]:
@@ -55,30 +44,31 @@ def arrays() -> list[Any]:
     return [*of, labels, np.float32(rng.standard_normal(TOKENS))]
 
 
-def gradients(*, compute: str | None = None, **more: Any) -> Callable[..., Any]:
+def gradients(*, compute: str | None = None, layout: str = "VH", **more: Any) -> Callable[..., Any]:
     """Of hidden states and head."""
+    of_head: Any = {"weight_layout": layout}
 
     def total(hidden: Any, weight: Any, states: Any, rows: Any, labels: Any, upstream: Any) -> Any:
-        how = OPTIONS | more | {"labels": labels, "compute_dtype": compute}
-        out = chunked_divergence(hidden, weight, TeacherHead(states, rows), **how)
+        how = OPTIONS | more | of_head | {"labels": labels, "compute_dtype": compute}
+        out = chunked_divergence(hidden, weight, TeacherHead(states, rows, **of_head), **how)
         return (out.loss * upstream).sum()
 
     return jax.grad(total, (0, 1))
 
 
-def exact() -> list[Any]:
+def exact(*arrays: Any) -> list[Any]:
     with jax.enable_x64(True):
-        of = [np.float64(x) if x.dtype == np.float32 else x for x in arrays()]
+        of = [np.float64(x) if x.dtype == np.float32 else x for x in arrays]
         return [np.asarray(x) for x in gradients(compute="float64")(*of)]
 
 
-def hold(found: Any) -> None:
-    for x, y in zip(found, exact(), strict=True):
+def hold(found: Any, right: list[Any]) -> None:
+    for x, y in zip(found, right, strict=True):
         assert not failures(check("A6", np.asarray(x), y, metrics=("rho / u",)))
 
 
 @pytest.mark.parametrize(("devices", "rows"), [(2, 505), (4, 253), (4, 300)])
-def test_vocabulary_shards(devices: int, rows: int, seen: list[int]) -> None:
+def test_vocabulary_shards(devices: int, rows: int, seen: list[str]) -> None:
     """The last of four shards has 109 classes and 191 rows of padding. Catches: a teacher's rows of
     another block, rows of padding that are multiplied."""
     hidden, weight, states, other, *rest = arrays()
@@ -94,17 +84,33 @@ def test_vocabulary_shards(devices: int, rows: int, seen: list[int]) -> None:
     d_hidden, d_weight = map(np.asarray, jax.jit(step)(*inputs))
     assert seen
     assert not d_weight[CLASSES:].any()
-    hold((d_hidden, d_weight[:CLASSES]))
+    hold((d_hidden, d_weight[:CLASSES]), exact(*arrays()))
 
 
-def test_tokens_that_a_mesh_spreads(seen: list[int]) -> None:
-    """Over two devices, whose float32 blocks of d weight are summed before they are rounded."""
+@pytest.mark.parametrize(
+    ("spec", "in_blocks"),
+    [(P(), True), (P(None, "d"), True), (P("d", None), False)],
+    ids=["whole", "gathered by width", "gathered"],
+)
+@pytest.mark.parametrize("layout", ["VH", "HV"])
+def test_tokens_that_a_mesh_spreads(layout: str, spec: P, in_blocks: bool, seen: list[str]) -> None:
+    """Over two devices, whose float32 blocks of d weight are summed before they are rounded, of
+    heads that each device has whole, or parts of whose rows. Catches: another device's part."""
     hidden, weight, states, other, *rest = arrays()
+    if spec and spec[0]:  # as many rows on both
+        weight, other = weight[:-1], other[:-1]
+        rest[0] = np.where(rest[0] == CLASSES - 1, 7, rest[0])
+    right = exact(hidden, weight, states, other, *rest)
+    seen.clear()
+    if layout == "HV":
+        weight, other, spec = weight.T, other.T, P(*spec[::-1])
+        right[1] = right[1].T
     mesh = jax.make_mesh((2,), ("d",), axis_types=(AxisType.Explicit,))
     with jax.set_mesh(mesh):
-        spread, whole = (NamedSharding(mesh, x) for x in (P("d"), P()))
+        spread, head = (NamedSharding(mesh, x) for x in (P("d"), spec))
         hidden, states, *rest = (jax.device_put(x, spread) for x in (hidden, states, *rest))
-        weight, other = (jax.device_put(jnp.asarray(x), whole) for x in (weight, other))
-        found = jax.jit(gradients())(hidden, weight, states, other, *rest)
-    assert seen
-    hold(found)
+        weight, other = (jax.device_put(jnp.asarray(x), head) for x in (weight, other))
+        step = jax.jit(gradients(layout=layout))
+        found = step(hidden, weight, states, other, *rest)
+    assert bool(seen) == in_blocks
+    hold(found, right)

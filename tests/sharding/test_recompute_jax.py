@@ -23,6 +23,7 @@ from jax import lax  # noqa: E402
 from jax.sharding import AxisType, NamedSharding  # noqa: E402
 from jax.sharding import PartitionSpec as P  # noqa: E402
 
+from helpers.blocks_of_classes import seen_blocks  # noqa: E402
 from helpers.heads_jax import ONE, OPTIONS, TWO, N, inputs_of, run_step  # noqa: E402
 from helpers.mesh_jax import mesh_of  # noqa: E402
 from helpers.vocab_shards import V as CLASSES  # noqa: E402
@@ -58,24 +59,39 @@ def test_vocabulary_shards(devices: int, rows: int, how: dict[str, bool]) -> Non
 
 
 @pytest.mark.parametrize(
-    ("axes", "tokens", "weight", "more"),
+    ("axes", "weight", "more", "in_blocks"),
     [
-        (ONE, "data", P("data", None), {}),
-        (ONE, "data", P("data", None), {"gather": "hidden"}),
-        (TWO, "data", P(("tp", "data"), None), {"gather": "hidden"}),
-        (TWO, "data", P("tp", "data"), {}),
+        (ONE, P("data", None), {}, False),
+        (ONE, P(None, "data"), {}, True),
+        (ONE, P("data", None), {"gather": "hidden"}, False),
+        (TWO, P(("tp", "data"), None), {"gather": "hidden"}, False),
+        (TWO, P("tp", "data"), {}, True),
     ],
-    ids=["gathered", "hidden", "hidden, vocabulary parallel", "vocabulary parallel"],
+    ids=[
+        "gathered",
+        "gathered by width",
+        "hidden",
+        "hidden, vocabulary parallel",
+        "vocabulary parallel",
+    ],
 )
-def test_whole_arrays(axes: dict[str, int], tokens: str, weight: P, more: dict[str, Any]) -> None:
-    """A0, A2, A5, A6. Catches: gradients of one device's tokens, a loss divided by their count."""
-    p = build(OPTIONS, 7)
-    inputs, options = inputs_of(p, "nll", mesh_of(**axes), tokens, weight)
+def test_whole_arrays(
+    axes: dict[str, int],
+    weight: P,
+    more: dict[str, Any],
+    in_blocks: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A0, A2, A5, A6. Catches: gradients of one device's tokens, a loss divided by their count, a
+    part of a row that is summed over devices twice or not at all."""
+    p, seen = build(replace(OPTIONS, vocab=604), 7), seen_blocks(monkeypatch)
+    inputs, options = inputs_of(p, "nll", mesh_of(**axes), "data", weight)
     options |= more | AGAIN
     got, _ = run_step(
         jax.value_and_grad(partial(value, "nll", None, options), has_aux=True), inputs
     )
     hold_shards(p, "nll", got)
+    assert bool(seen) == in_blocks
 
 
 def test_each_device_has_an_upstream_gradient_of_its_own() -> None:

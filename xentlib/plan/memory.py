@@ -207,6 +207,7 @@ def walk_of_blocks(
     if gradient:
         walk = torch_walk(blocks, dtype, True, recompute, platform, kernels)
         walk[LOGITS] += spare * blocks.chunk_tokens
+        walk[ROWS] += rows_of_next(blocks, platform) * plan.hidden_size * narrow
         if platform == "cpu":
             # exp needs no second block, dz of 16 bits half of one; or what a product for d weight
             # has, which comes in pieces with a copy of their part of dz.
@@ -215,6 +216,13 @@ def walk_of_blocks(
             walk[SCRATCH] = max(elementwise, min(2 * block_bytes(platform), piece))
         d_weight = plan.vocab_size * plan.hidden_size * head_size
         yield walk | {D_WEIGHT: d_weight + (walk[D_WEIGHT] if head_size < size else 0)}
+
+
+def rows_of_next(blocks: ChunkPlan, platform: str) -> int:
+    """Of the second chunk of a block, whose operand is made while that of the first is there; on a
+    CPU something else needs more."""
+    rows = min(blocks.chunk_tokens, blocks.num_tokens - blocks.chunk_tokens)
+    return 0 if platform == "cpu" else max(0, rows)
 
 
 def _walks_beside_teacher(
@@ -239,7 +247,10 @@ def _walks_beside_teacher(
         if part is not plan:
             *_, walk = walk_of_blocks(plan, part, dtype, True, True, *how)
         # Nothing is summed: two arrays less, and no statistics
-        yield walk | _beside_teacher(walk, part, dtype, *how, arrays - 2)
+        walk |= _beside_teacher(walk, part, dtype, *how, arrays - 2)
+        if part is not plan:
+            walk[ROWS] += rows_of_next(part, platform) * plan.teacher_size * ITEMSIZE[dtype]
+        yield walk
 
 
 def _beside_teacher(
