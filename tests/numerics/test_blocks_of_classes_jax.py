@@ -277,7 +277,8 @@ def test_vocabulary_shards(devices: int, rows: int, monkeypatch: pytest.MonkeyPa
     assert set(seen) == {"columns_of_blocks", "gradients_of_blocks"}
 
 
-def test_tokens_that_a_mesh_spreads() -> None:
+@pytest.mark.parametrize("spec", [P(), P(None, "d")], ids=["whole", "gathered by width"])
+def test_tokens_that_a_mesh_spreads(spec: P) -> None:
     """Explicit axes spread tokens over two devices, whose float32 blocks of d weight are summed
     before they are rounded."""
     of = arrays()
@@ -297,6 +298,6 @@ def test_tokens_that_a_mesh_spreads() -> None:
     want = gradient(hidden, labels)(weight)
     with jax.set_mesh(mesh):
         spread = [jax.device_put(x, NamedSharding(mesh, P("d"))) for x in (hidden, labels)]
-        found = gradient(*spread)(jax.device_put(weight, NamedSharding(mesh, P())))
+        found = gradient(*spread)(jax.device_put(weight, NamedSharding(mesh, spec)))
     x, y = (np.asarray(x).astype(np.float64) for x in (found, want))
     assert (x == y).mean() > 0.97
