@@ -110,7 +110,7 @@ def bind(
         # The compiler splits whole products over an Auto mesh, and a block has rows of one device
         # where each has some of them.
         rows = place is not None and (place.weight_cut[options.transposed] or place.bias_cut[0])
-        if not rows and alone(hidden, weight):
+        if not rows and (place is not None or alone(hidden, weight)):
             options = options._replace(block_classes=XLA_BLOCK_CLASSES)
     adapters: dict[str, Any] = {}
     if low is not None:

@@ -121,8 +121,10 @@ def test_each_device_has_an_upstream_gradient_of_its_own() -> None:
         )
 
 
-def test_a_module_has_the_option() -> None:
-    """Flax's `NLLHead`, in a call and from its beginning, on arrays that the compiler places."""
+def test_a_module_has_the_option(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Flax's `NLLHead`, in a call and from its beginning, on a mesh with Auto axes, of whose arrays
+    each device has its own as soon as the module says which axes spread tokens."""
+    seen = seen_blocks(monkeypatch)
     p = build(Case("module", 202, 24, 331), 7)
     arrays = jnp.asarray(p.hidden), jnp.asarray(p.labels)
     mesh = jax.make_mesh((2,), ("data",), axis_types=(AxisType.Auto,))
@@ -135,6 +137,7 @@ def test_a_module_has_the_option() -> None:
             of_hidden = jax.grad(lambda x, head=head: head(x, labels=arrays[1]).loss)
             products = str(jax.make_jaxpr(of_hidden)(arrays[0])).count("dot_general[")
         assert products == (3 if options else 2)  # the head is a constant, without a gradient
+        assert bool(seen) == bool(options)
     for x, y in zip(*found, strict=True):
         reference = np.asarray(y, np.float64)
         assert not failures(check("A6", np.asarray(x), reference, metrics=("rho / u",)))

@@ -136,7 +136,7 @@ def peak_bytes(
             return max(sum(x.values()) for x in walk_of_blocks(plan, plan.in_blocks(), *how))
         else:
             walk = torch_walk(plan, *how)
-        if plan.teacher_size and recompute:
+        if plan.teacher_size and recompute and plan.vocab_size > BLOCK_CLASSES:
             return sum(walk.values())
         size, narrow = plan.compute_itemsize, ITEMSIZE[dtype]
         entries = (plan.vocab_size + plan.num_tokens) * plan.hidden_size
