@@ -99,12 +99,12 @@ class NLLHead(nnx.Linear):
     annotations (`nnx.with_partitioning`, `kernel_metadata`) stay what they are.
 
     On a mesh with Explicit axes nothing needs to be said. On one with Auto axes `tokens` names
-    those that tokens are spread over; the head is then gathered once before the loop over chunks
-    as its annotation shards it, its gradient reduce-scattered once, and the
-    vocabulary stays spread over axes that spread no tokens. With `gather="hidden"` the hidden
-    states are gathered instead, chunk by chunk, and the rows of a vocabulary that is spread over
-    the tokens' axes stay where they are. Without `tokens` and `vocab_parallel` the compiler has
-    every device compute every chunk.
+    those that tokens are spread over; the head is then gathered once before the loop over chunks as
+    its annotation shards it, its gradient reduce-scattered once (a head that is cut along its width
+    and read in blocks of classes block by block), and the vocabulary stays spread over axes that
+    spread no tokens. With `gather="hidden"` the hidden states are gathered instead, chunk by chunk,
+    and the rows of a vocabulary that is spread over the tokens' axes stay where they are. Without
+    `tokens` and `vocab_parallel` the compiler has every device compute every chunk.
 
     Args:
         in_features: H.

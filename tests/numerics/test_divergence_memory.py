@@ -69,10 +69,18 @@ def of_jax(sizes: Sizes, dtype: str = "float32", *, gradient: bool = True, **how
 
 
 MEASURES = {"torch": of_torch, "jax": of_jax}
+SMALL = 4 << 20  # the budget, for chunks of 64 to 256 tokens
 KINDS: dict[Any, dict[str, Any]] = {"forward_kl": {}, "reverse_kl": {}, "jsd": {"beta": 0.5}}
 SIZES = ((600, 64, 6400, 32), (1000, 160, 2000, 320))
-EACH = ((600, 36, 20_000, 32), (1000, 160, 9001, 320))  # more classes than a block has
-SMALL = 4 << 20  # the budget, for chunks of 64 to 256 tokens
+# Of a loss of each token: more classes than a block has, a budget, kind and dtype.
+WIDE, NARROW = (600, 404, 20_000, 32), (600, 36, 20_000, 32)
+EACH: list[Any] = [
+    (NARROW, SMALL, "forward_kl", "float32"),
+    (NARROW, SMALL, "jsd", "bfloat16"),
+    ((1000, 160, 9001, 320), SMALL, "reverse_kl", "bfloat16"),
+    (WIDE, None, "reverse_kl", "float32"),
+    (WIDE, None, "forward_kl", "bfloat16"),
+]
 CALLS = [
     call
     for call in product(SIZES, KINDS, (False, True), ("float32", "bfloat16"))
@@ -101,11 +109,7 @@ def test_peak_is_the_formula_of_the_plan(backend: str, call: Any) -> None:
 
 @pytest.mark.torch
 @pytest.mark.slow
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize(
-    ("sizes", "budget"), [*((x, SMALL) for x in EACH), ((600, 404, 20_000, 32), None)]
-)
+@pytest.mark.parametrize(("sizes", "budget", "kind", "dtype"), EACH, ids=str)
 def test_peak_of_a_loss_of_each_token(
     sizes: Sizes, budget: int | None, kind: Any, dtype: str
 ) -> None:
