@@ -95,7 +95,7 @@ def chunked_logits(
 ) -> ChunkedLogits:
     """Step 1: valid tokens first; their number bounds the loop, chunks without any cost nothing.
 
-    The arrays are flat. Without a `weight` the hidden states are the logits. `beside`: in the
+    The arrays are flat. Without a `weight` the hidden states are the logits. `paired_with`: in the
     chunks of other logits of the same tokens. `in_blocks`: no dz is made of the logits that the
     statistics are of, so a head of more classes than a block is read in blocks.
     """

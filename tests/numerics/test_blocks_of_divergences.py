@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from conftest import INSTALLED
-from helpers.blocks_of_classes import WHOLE, small_blocks, torch_blocks
+from helpers.blocks_of_classes import WHOLE, seen_blocks, small_blocks, torch_blocks
 from helpers.measured import by_id
 from xentlib.contract import check, failures
 from xentlib.tools.harness.backends import run_divergence
@@ -32,23 +32,17 @@ def blocks(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 def seen_ways(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    seen: list[str] = []
-
-    def noted(module: Any, name: str, function: Any) -> None:
-        def called(*args: Any, **named: Any) -> Any:
-            seen.append(name)
-            return function(*args, **named)
-
-        monkeypatch.setattr(module, name, called)
-
+    seen = seen_blocks(monkeypatch) if "jax" in INSTALLED else []
     if "torch" in INSTALLED:
         from xentlib.torch.core.blocks import BlockSums
 
-        noted(BlockSums, "finish", BlockSums.finish)
-    if "jax" in INSTALLED:
-        from xentlib.jax.losses import loss
+        finish = BlockSums.finish
 
-        noted(loss, "gradients_of_blocks", loss.gradients_of_blocks)
+        def called(*args: Any) -> Any:
+            seen.append("finish")
+            return finish(*args)
+
+        monkeypatch.setattr(BlockSums, "finish", called)
     return seen
 
 
@@ -251,3 +245,30 @@ def test_of_parts_that_are_frozen(needs: tuple[bool, ...]) -> None:
     options = {"kind": "forward_kl", "nll_weight": 0.3}
     for need, x, y in zip(needs, of_torch(options, needs)[1:], of_torch(options)[1:], strict=True):
         assert (x == y).all() if need else x is None
+
+
+@pytest.mark.torch
+@pytest.mark.slow
+def test_in_a_graph_and_computed_again(blocks: list[str]) -> None:
+    """Compiled without a break, and checkpointed: the same bits."""
+    torch = pytest.importorskip("torch")
+    from torch.utils.checkpoint import checkpoint
+
+    from xentlib.torch import TeacherHead, chunked_divergence
+
+    seed = torch.Generator().manual_seed(3)
+    shapes = ((23, 24), (331, 24), (23, 40), (331, 40))
+    hidden, weight, states, other = (torch.randn(x, generator=seed) for x in shapes)
+    leaves = hidden.requires_grad_(), weight.requires_grad_()
+
+    def loss(hidden: Any, weight: Any) -> Any:
+        teacher = TeacherHead(states, other)
+        return chunked_divergence(hidden, weight, teacher, **EACH).loss.square().sum()
+
+    eager = torch.autograd.grad(loss(*leaves), leaves)
+    compiled = torch.compile(loss, fullgraph=True, backend="aot_eager")
+    for total in (compiled(*leaves), checkpoint(loss, *leaves, use_reentrant=False)):
+        for x, y in zip(torch.autograd.grad(total, leaves), eager, strict=True):
+            assert x.abs().max() > 0
+            assert torch.equal(x, y)
+    assert len(blocks) == 3

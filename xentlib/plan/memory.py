@@ -131,17 +131,17 @@ def peak_bytes(
         how = dtype, gradient, recompute, platform, kernels
         if plan.teacher_size:
             walks = _walks_beside_teacher(plan, *how, kind)
-            walk = max(walks, key=lambda walk: sum(walk.values()))
         elif is_in_blocks(plan, gradient=gradient, recompute=recompute):
-            return max(sum(x.values()) for x in walk_of_blocks(plan, plan.in_blocks(), *how))
+            walks = walk_of_blocks(plan, plan.in_blocks(), *how)
         else:
-            walk = torch_walk(plan, *how)
-        if plan.teacher_size and recompute and plan.vocab_size > BLOCK_CLASSES:
-            return sum(walk.values())
+            walks = iter([torch_walk(plan, *how)])
+        peak = max(sum(walk.values()) for walk in walks)
+        if recompute and plan.vocab_size > BLOCK_CLASSES:  # whose gradients are rounded on the way
+            return peak
         size, narrow = plan.compute_itemsize, ITEMSIZE[dtype]
         entries = (plan.vocab_size + plan.num_tokens) * plan.hidden_size
         rounded = platform != "cpu" and gradient and narrow < size
-        return max(sum(walk.values()), entries * (size + narrow) if rounded else 0)
+        return max(peak, entries * (size + narrow) if rounded else 0)
     return jax_peak(plan, dtype, gradient, recompute, platform, kind)
 
 
@@ -242,14 +242,14 @@ def _walks_beside_teacher(
     arrays = (PROGRAM_ARRAYS if in_programs else TORCH_ARRAYS)[kind]
     yield first | _beside_teacher(first, plan, dtype, *how, arrays)
     if gradient and recompute:
-        part = plan.in_blocks() if plan.vocab_size > BLOCK_CLASSES else plan
-        walk = torch_walk(plan, dtype, True, True, *how)
-        if part is not plan:
+        part, next_rows, walk = plan, 0, torch_walk(plan, dtype, True, True, *how)
+        if plan.vocab_size > BLOCK_CLASSES:
+            part = plan.in_blocks()
             *_, walk = walk_of_blocks(plan, part, dtype, True, True, *how)
+            next_rows = rows_of_next(part, platform)
         # Nothing is summed: two arrays less, and no statistics
         walk |= _beside_teacher(walk, part, dtype, *how, arrays - 2)
-        if part is not plan:
-            walk[ROWS] += rows_of_next(part, platform) * plan.teacher_size * ITEMSIZE[dtype]
+        walk[ROWS] += next_rows * plan.teacher_size * ITEMSIZE[dtype]
         yield walk
 
 
