@@ -24,6 +24,7 @@ import json
 import os
 import platform
 import shutil
+import site
 import subprocess
 import sys
 import tarfile
@@ -66,12 +67,14 @@ CASES = ("qwen3-8b", "gemma2-2b", "llama3-8b")
 PEERS = {
     "torch": (
         ("quack", "QuACK"),
-        ("liger_kernel", "Liger-Kernel"),
+        ("liger_kernel", "Liger-Kernel, Triton"),
+        ("cutlass", "Liger-Kernel, SM90"),
+        ("cutlass", "Liger-Kernel, SM90, per token"),
         ("torch", "eager, full logits"),
         ("cut_cross_entropy", "Cut Cross-Entropy, no filter"),
         ("torch", "torch.compile, full logits"),
         ("trl", "TRL, chunked"),
-        ("liger_kernel", "Liger-Kernel, float32 d weight"),
+        ("liger_kernel", "Liger-Kernel, Triton, float32 d weight"),
         ("cut_cross_entropy", "Cut Cross-Entropy"),
     ),
     "jax": (
@@ -94,7 +97,6 @@ def main() -> int:
     shutil.rmtree(out / "parts", ignore_errors=True)
     (out / "parts").mkdir(exist_ok=True)
     peers = unpacked(args.peers, out / "parts" / "peers")
-    sys.path += peers  # where it is asked what is installed
     path = [str(ROOT), str(ROOT / ".ci"), *peers]
     path += filter(None, [os.environ.get("PYTHONPATH")])
     environment = dict(
@@ -133,11 +135,13 @@ def write(parts: dict[str, Any], out: Path) -> None:
 
 
 def unpacked(wheels: Path | None, folder: Path) -> list[str]:
-    """Wheels of peers, whose kernels' text Triton reads and thus wants in files."""
-    archives = sorted(wheels.glob("*.whl")) if wheels is not None else []
+    """Wheels of peers as files, which Triton reads; CuTe has modules where a .pth of its says."""
+    archives, before = sorted(wheels.glob("*.whl")) if wheels is not None else [], {*sys.path}
     for archive in archives:
         zipfile.ZipFile(archive).extractall(folder)
-    return [str(folder)] if archives else []
+    if archives:
+        site.addsitedir(str(folder))
+    return [x for x in sys.path if x not in before]
 
 
 def parser() -> argparse.ArgumentParser:
@@ -191,14 +195,6 @@ def pytest_of(modules: list[str], report: Path, *more: str) -> list[str]:
     files = [folders.get(f"test_{name}.py", name) for name in modules]
     lines = ["-p", "gpu_reports", "--lines", str(report)]
     return [sys.executable, "-m", "pytest", "-q", *plain, *more, *lines, *files]
-
-
-def first(args: argparse.Namespace, out: Path) -> list[list[str]]:
-    return [pytest_of(args.first, out / "first.jsonl")]
-
-
-def tests(args: argparse.Namespace, out: Path) -> list[list[str]]:
-    return [pytest_of(args.tests, out / "tests.jsonl")]
 
 
 def ranks(args: argparse.Namespace, out: Path) -> list[list[str]]:
@@ -361,8 +357,8 @@ COMMANDS: dict[str, Callable[[argparse.Namespace, Path], list[list[str]]]] = {
     "smoke": smoke,
     "probe": probe,
     "bench": bench,
-    "first": first,
-    "tests": tests,
+    "first": lambda args, out: [pytest_of(args.first, out / "first.jsonl")],
+    "tests": lambda args, out: [pytest_of(args.tests, out / "tests.jsonl")],
     "ranks": ranks,
     "parity-triton": parity_triton,
     "parity": parity,

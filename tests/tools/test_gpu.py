@@ -124,10 +124,18 @@ def test_what_was_interrupted_has_not_passed(tmp_path):
     assert outcomes["failed"] == {"fails": "why", "fails at its end": "why"}
 
 
-def test_wheels_of_peers_are_unpacked(tmp_path):
-    assert GPU.unpacked(None, tmp_path / "peers") == []
-    assert GPU.unpacked(tmp_path, tmp_path / "peers") == []  # a folder without any
-    with zipfile.ZipFile(tmp_path / "peer-1.0-py3-none-any.whl", "w") as wheel:
-        wheel.writestr("peer/__init__.py", "")
-    assert GPU.unpacked(tmp_path, tmp_path / "peers") == [str(tmp_path / "peers")]
-    assert (tmp_path / "peers" / "peer" / "__init__.py").exists()
+def test_wheels_of_peers_are_unpacked(tmp_path, monkeypatch):
+    """CuTe's come in parts, one of which is a line that says where the modules of another lie."""
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    wheels, folder = tmp_path / "wheels", tmp_path / "peers"
+    wheels.mkdir()
+    assert GPU.unpacked(None, folder) == []
+    assert GPU.unpacked(wheels, folder) == []  # a folder without any
+    line = "import sys, some_peer; sys.path.insert(0, some_peer.__path__[0] + '/in')"
+    parts = {"a": {"some_peer.pth": line}, "b": {"some_peer/in/its_language.py": "WORD = 7"}}
+    for name, files in parts.items():
+        with zipfile.ZipFile(wheels / f"{name}.whl", "w") as archive:
+            for path, text in files.items():
+                archive.writestr(path, text)
+    assert GPU.unpacked(wheels, folder) == [str(folder / "some_peer/in"), str(folder)]
+    assert importlib.import_module("its_language").WORD == 7

@@ -39,6 +39,10 @@ POLICIES = ("auto", "accurate", "balanced", "compact")
 # What TRL's own trainers pass.
 TRL_CHUNK = 32_768
 LIGER = ("liger-kernel", "liger_kernel.transformers.functional.liger_fused_linear_cross_entropy")
+# Of the same wheel, written in CuTe for Hopper (compute capability 9.0) and bfloat16. The first:
+# N a multiple of 128, V of 256, d weight in one product. The second stores no logits.
+SM90 = "liger_kernel.ops.cutedsl.ops.fused_{}_cross_entropy_sm90"
+LIGER_SM90 = ("liger-kernel", f"{SM90.format('linear')}.liger_fused_linear_cross_entropy_sm90")
 CUT = ("cut-cross-entropy", "cut_cross_entropy.linear_cross_entropy")
 QUACK = ("quack-kernels", "quack.linear_cross_entropy.chunked_linear_cross_entropy")
 
@@ -79,9 +83,21 @@ def trl(x_NH: Tensor, w_VH: Tensor, y_N: Tensor, softcap: Softcap, reduction: st
     return nll_N.mean() if reduction == "mean" else nll_N
 
 
+def liger_scaled(x_NH: Tensor, w_VH: Tensor, y_N: Tensor, _: None, reduction: str) -> Tensor:
+    """Liger's loss of each token for Hopper."""
+    function = import_module(SM90.format("scaled")).LigerFusedScaledCrossEntropySM90Function
+    nll_N: Tensor = function.apply(x_NH, w_VH, y_N)
+    return nll_N.mean() if reduction == "mean" else nll_N
+
+
 def implementations(dtype: torch.dtype) -> list[Implementation]:
     """Ours first; whoever is not here has an excuse."""
     old = None if hasattr(F, "linear_cross_entropy") else "needs torch 2.13"
+    cute = not_installed("liger-kernel", "liger_kernel") or not_installed(
+        "nvidia-cutlass-dsl", "cutlass"
+    )
+    if dtype != torch.bfloat16:
+        cute = "knows bfloat16 alone"
     upcast = Implementation("eager, float32 logits", partial(eager, upcast=True))
     return [
         ours(xentlib.torch),
@@ -94,8 +110,12 @@ def implementations(dtype: torch.dtype) -> list[Implementation]:
             )
             for x in POLICIES
         ),
-        of_package("Liger-Kernel", *LIGER, accum_dtype=None),
-        of_package("Liger-Kernel, float32 d weight", *LIGER, accum_dtype=torch.float32),
+        of_package("Liger-Kernel, Triton", *LIGER, accum_dtype=None),
+        of_package("Liger-Kernel, Triton, float32 d weight", *LIGER, accum_dtype=torch.float32),
+        of_package("Liger-Kernel, SM90", *LIGER_SM90, softcap=False, per_token=False)._replace(
+            absent=cute
+        ),
+        Implementation("Liger-Kernel, SM90, per token", liger_scaled, cute, "cuda", softcap=False),
         of_package("Cut Cross-Entropy", *CUT, filter_eps="high"),
         of_package("Cut Cross-Entropy, no filter", *CUT, filter_eps=None),
         Implementation("TRL, chunked", trl, not_installed("trl")),
