@@ -41,8 +41,8 @@ TRL_CHUNK = 32_768
 LIGER = ("liger-kernel", "liger_kernel.transformers.functional.liger_fused_linear_cross_entropy")
 # Of the same wheel, written in CuTe for Hopper (compute capability 9.0) and bfloat16. The first:
 # N a multiple of 128, V of 256, d weight in one product. The second stores no logits.
-SM90 = "liger_kernel.ops.cutedsl.ops.fused_{}_cross_entropy_sm90"
-LIGER_SM90 = ("liger-kernel", f"{SM90.format('linear')}.liger_fused_linear_cross_entropy_sm90")
+CUTE = "liger_kernel.ops.cutedsl.ops.fused_linear_cross_entropy_sm90"
+LIGER_SM90 = ("liger-kernel", f"{CUTE}.liger_fused_linear_cross_entropy_sm90")
 CUT = ("cut-cross-entropy", "cut_cross_entropy.linear_cross_entropy")
 QUACK = ("quack-kernels", "quack.linear_cross_entropy.chunked_linear_cross_entropy")
 
@@ -85,8 +85,8 @@ def trl(x_NH: Tensor, w_VH: Tensor, y_N: Tensor, softcap: Softcap, reduction: st
 
 def liger_scaled(x_NH: Tensor, w_VH: Tensor, y_N: Tensor, _: None, reduction: str) -> Tensor:
     """Liger's loss of each token for Hopper."""
-    function = import_module(SM90.format("scaled")).LigerFusedScaledCrossEntropySM90Function
-    nll_N: Tensor = function.apply(x_NH, w_VH, y_N)
+    module = import_module("liger_kernel.ops.cutedsl.ops.fused_scaled_cross_entropy_sm90")
+    nll_N: Tensor = module.LigerFusedScaledCrossEntropySM90Function.apply(x_NH, w_VH, y_N)
     return nll_N.mean() if reduction == "mean" else nll_N
 
 
