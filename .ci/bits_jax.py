@@ -115,7 +115,9 @@ def arrays() -> dict[str, Any]:
 def divergence(teacher: str, **options: Any) -> Call:
     def call(x: Any, w: Any, a: Any, **how: Any) -> Any:
         of = {
-            "head": lambda: ours.TeacherHead(a["teacher_hidden"], a["teacher_weight"]),
+            "head": lambda: ours.TeacherHead(
+                a["teacher_hidden"], a["teacher_weight"], None, 1.0, None
+            ),
             "logits": lambda: ours.TeacherLogits(a["teacher_logits"]),
             "top k": lambda: ours.TeacherTopK(a["ids"], a["stored"], temperature=0.8),
         }

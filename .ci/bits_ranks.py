@@ -104,7 +104,7 @@ def of_several_classes() -> Iterator[tuple[str, dict[str, Any]]]:
         return cut(x, rank, rows, dim)
 
     dense = columns(drawn(N, V, seed=31).softmax(1), 1)
-    heads = ours.TeacherHead(teacher, columns(drawn(V, WIDTH, seed=22), 0))
+    heads = ours.TeacherHead(teacher, columns(drawn(V, WIDTH, seed=22), 0), None, 1.0, None)
     logits = ours.TeacherLogits(columns(3 * drawn(N, V, seed=23), 1))
     yield "shards, probabilities", over_shards("chunked_nll", third=dense, **sums, **LOSS)
     yield "shards, probabilities of a few", over_shards("chunked_nll", third=few, **FEW, **sums)

@@ -243,7 +243,12 @@ def of_several_classes(dtype: torch.dtype) -> dict[str, Any]:
     where = torch.arange(N) % 5 != 0
     temperature = drawn(N, seed=12).abs() + 0.5
     teachers = {
-        "head": ours.TeacherHead(drawn(N, WIDTH, seed=21, dtype=dtype), drawn(V, WIDTH, seed=22)),
+        "head": ours.TeacherHead(
+            drawn(N, WIDTH, seed=21, dtype=dtype),
+            drawn(V, WIDTH, seed=22),
+            logit_scale=1.0,
+            softcap=None,
+        ),
         "logits": ours.TeacherLogits(3 * drawn(N, V, seed=23, dtype=dtype)),
         "top k": ours.TeacherTopK(of["ids"], drawn(N, K, seed=33).log_softmax(1) - 0.3),
     }

@@ -97,7 +97,9 @@ def divergence(options: dict[str, Any]) -> Any:
     def loss(h: Any, w: Any, y: Any) -> Any:
         del y
         layout = options["weight_layout"]
-        teacher = ours.TeacherHead(*jax.lax.stop_gradient((h, w)), weight_layout=layout)
+        teacher = ours.TeacherHead(
+            *jax.lax.stop_gradient((h, w)), None, 1.0, None, weight_layout=layout
+        )
         return ours.chunked_divergence(h * 2, w, teacher, kind="reverse_kl", **options).loss
 
     return loss

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from enum import Enum
 from typing import Any, Generic, NamedTuple, TypeVar
 
 from xentlib.options import Tail, WeightLayout
@@ -9,6 +10,18 @@ from xentlib.options import Tail, WeightLayout
 __all__ = ["TeacherHead", "TeacherLogits", "TeacherTopK"]
 
 A = TypeVar("A")  # a tensor or an array of the backend
+
+
+class Unstated(Enum):
+    """Of an option that nobody has passed, where None is an answer."""
+
+    UNSTATED = "unstated"
+
+    def __repr__(self) -> str:
+        return self.value
+
+
+UNSTATED = Unstated.UNSTATED
 
 
 class TeacherHead(NamedTuple, Generic[A]):
@@ -22,8 +35,10 @@ class TeacherHead(NamedTuple, Generic[A]):
             shards this rank's rows, of the same classes as the student's. Parameters that require
             grad get none.
         bias: [V] or None.
-        logit_scale: number or 0-d array that multiplies its logits.
-        softcap: positive number or None.
+        logit_scale: number or 0-d array that multiplies its logits. Beside a student with one it
+            must be passed, 1.0 for a teacher without; so must a softcap, which changes the loss as
+            much: a teacher is often of the student's family.
+        softcap: positive number or None, which is what an option that is not passed stands for.
         temperature: positive number, 0-d array or [...]; None for the student's.
         weight_layout: "VH" or "HV".
     """
@@ -31,8 +46,8 @@ class TeacherHead(NamedTuple, Generic[A]):
     hidden: A
     weight: A | Any
     bias: A | None = None
-    logit_scale: float | A | Any = 1.0
-    softcap: float | None = None
+    logit_scale: float | A | Any = UNSTATED
+    softcap: float | Unstated | None = UNSTATED
     temperature: float | A | Any = None
     weight_layout: WeightLayout = "VH"
 

@@ -16,6 +16,7 @@ from xentlib.checks.divergence import (
     check_teacher_tokens,
     check_vocabulary,
     check_whole,
+    stated,
 )
 from xentlib.jax.array_spec import array_spec, concrete_on_cpu, only_arrays
 from xentlib.jax.binding import bind, bind_logits
@@ -50,6 +51,7 @@ def bind_teacher(
         columns = None if args.vocab != "same" else classes_of(options, arrays)
         return logits_teacher(teacher, args, "hidden", options, columns)
     assert isinstance(teacher, TeacherHead)
+    teacher = stated(args, teacher)
     states = unwrapped(teacher.hidden)
     only_arrays(hidden=states)
     check_teacher_tokens("hidden", array_spec(states), "hidden", jnp.shape(args.hidden)[:-1])

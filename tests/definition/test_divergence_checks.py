@@ -118,6 +118,16 @@ BAD: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
         ValueError,
         "`softcap` must be None, a positive number",
     ),
+    "of the student alone, a limit": (
+        {"softcap": 30.0, "teacher": HEAD._replace(logit_scale=1.0)},
+        ValueError,
+        "of `teacher`: `softcap` must be passed to `TeacherHead` where the student has one; got 30",
+    ),
+    "of the student alone, a scale": (
+        {"logit_scale": 0.5, "teacher": HEAD._replace(softcap=None)},
+        ValueError,
+        "one; got 0.5 for the student alone. Pass the teacher's, or `logit_scale=1.0` for a",
+    ),
     "a misspelt name": ({"temprature": 2.0}, TypeError, "`temprature` is not an argument"),
 }
 
@@ -178,6 +188,38 @@ def test_given_logits_have_a_count_and_no_mean_of_their_own(backend: str) -> Non
         assert out.denominator is None
         with pytest.raises(AttributeError, match=r"Use its `\.loss`"):
             out.mean()
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "absent"), [("softcap", 1.5, None), ("logit_scale", 0.3, 1.0)]
+)
+def test_what_the_student_has_is_asked_of_its_teacher(
+    backend: str, name: str, value: float, absent: float | None
+) -> None:
+    """Gemma beside Gemma without the teacher's softcap was 1.17 for 0.86. The teacher's own, and
+    that it has none, are answers; a student without asks nothing."""
+    rng = np.random.default_rng(3)
+    hidden, weight, states, rows = (
+        rng.standard_normal(x).astype(np.float32) for x in ((N, H), (V, H), (N, WIDTH), (V, WIDTH))
+    )
+    plain = (states.astype(np.float64) @ rows.T).astype(np.float32)
+    shaped = value * np.tanh(plain / value) if name == "softcap" else value * plain
+    asked, silent = {"hidden": hidden, "weight": weight, name: value}, TeacherHead(states, rows)
+    for arguments, logits, teacher in (
+        (asked, shaped, silent._replace(**{name: value})),
+        (asked, plain, silent._replace(**{name: absent})),
+        ({**asked, name: absent}, plain, silent),
+        ({**asked, name: absent}, shaped, silent._replace(**{name: value})),
+    ):
+        expected = call(
+            backend, "chunked_divergence", {**arguments, "teacher": TeacherLogits(logits)}
+        )
+        found = call(backend, "chunked_divergence", {**arguments, "teacher": teacher})
+        both = np.float32(found.loss)[None], np.float64(expected.loss)[None]
+        assert both[0] > 0
+        assert not failures(check("A9", *both, metrics=("rho / u",)))
+    with pytest.raises(ValueError, match=f"`{name}` must be passed to `TeacherHead`"):
+        call(backend, "chunked_divergence", {**asked, "teacher": silent})
 
 
 @pytest.mark.torch

@@ -395,6 +395,6 @@ def test_of_given_logits_too(argument: str) -> None:
 
 
 def test_a_softcap_of_a_divergence_may_be_a_variable():
-    cap, teacher = jnp.float32(5.0), TeacherHead(-HIDDEN, WEIGHT)
+    cap, teacher = jnp.float32(5.0), TeacherHead(-HIDDEN, WEIGHT, softcap=None)
     loss = jax.jit(lambda cap: chunked_divergence(HIDDEN, WEIGHT, teacher, softcap=cap).loss)
     assert loss(nnx.Param(cap)) == loss(cap) != loss(2 * cap)

@@ -109,7 +109,7 @@ def divergence(kind: str) -> Any:
         return ours.chunked_divergence(
             h,
             w,
-            ours.TeacherHead(HIDDEN, OTHER),
+            ours.TeacherHead(HIDDEN, OTHER, softcap=None),
             kind=kind,
             labels=LABELS,
             nll_weight=0.5,

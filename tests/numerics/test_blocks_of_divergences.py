@@ -208,7 +208,7 @@ def of_torch(options: dict[str, Any], needs: tuple[bool, ...] = (True, True, Tru
         options["temperature"] = 0.5 + torch.rand(203, generator=seed)
     if options.get("weight_layout") == "HV":
         weight = weight.T.contiguous()
-    teacher: Any = TeacherHead(states, other, bias=of_other)
+    teacher: Any = TeacherHead(states, other, bias=of_other, softcap=None)
     if options.pop("of_logits", False):
         teacher = TeacherLogits(states @ other.T + of_other)
     leaves = [x.requires_grad_(need) for x, need in zip((hidden, weight, bias), needs, strict=True)]

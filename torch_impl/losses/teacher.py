@@ -19,6 +19,7 @@ from xentlib.checks.divergence import (
     check_teacher_tokens,
     check_vocabulary,
     check_whole,
+    stated,
 )
 from xentlib.math.soft_labels import SOFT_LABELS, CrossEntropy
 from xentlib.options import DIVERGENCES
@@ -248,6 +249,7 @@ def teacher_call(
         DIVERGING.require("logits_stay", not call.rows.route, route=student.gather)
         return logits_teacher(teacher, args, call, problem, columns)
     assert isinstance(teacher, TeacherHead)
+    teacher = stated(args, teacher)
     only_tensors(hidden=teacher.hidden)
     not_differentiable(hidden=teacher.hidden)
     leading = tuple(args.hidden.shape[:-1])

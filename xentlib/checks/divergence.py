@@ -27,7 +27,7 @@ from xentlib.options import (
     VOCABS,
     DivergenceReduction,
 )
-from xentlib.teacher import TeacherHead, TeacherLogits, TeacherTopK
+from xentlib.teacher import UNSTATED, TeacherHead, TeacherLogits, TeacherTopK
 
 REDUCTIONS: tuple[DivergenceReduction, ...] = ("mean", "sum", "none")
 DIVERGING = Refusals(
@@ -81,6 +81,8 @@ DIVERGING = Refusals(
     "Pass one log-probability for each class.",
     mass="`logprobs` must be log-probabilities, of which those of a token add up to 1 at most; got "
     "{total:.4g}. Pass log-softmax values over the whole vocabulary, not logits.",
+    unstated="`{name}` must be passed to `TeacherHead` where the student has one; got {value} for "
+    "the student alone. Pass the teacher's, or `{name}={absent}` for a teacher without.",
     wider="a teacher must not be float64 beside a student in {dtype}; got float64. Cast it, or "
     "pass `compute_dtype='float64'`.",
 )
@@ -144,6 +146,18 @@ def check_divergence(call: DivergenceArguments) -> None:
         DIVERGING.require("unlabelled", "logprobs" not in names)
 
 
+def stated(call: DivergenceArguments, teacher: TeacherHead[Any]) -> TeacherHead[Any]:
+    """With what it was not passed as a head without has it; beside a student that has a softcap or
+    scale its own must be passed."""
+    without: dict[str, Any] = {"softcap": None, "logit_scale": 1.0}
+    without = {x: y for x, y in without.items() if getattr(teacher, x) is UNSTATED}
+    for name, absent in without.items():
+        value = getattr(call, name)
+        both = value is None or (isinstance(value, (int, float)) and value == absent)
+        DIVERGING.require("unstated", both, name=name, value=shown(value), absent=absent)
+    return teacher._replace(**without)
+
+
 def check_top_k(call: DivergenceArguments, teacher: TeacherTopK[Any]) -> None:
     """What such a teacher does not go with."""
     with of_teacher():
@@ -165,8 +179,8 @@ def check_top_k(call: DivergenceArguments, teacher: TeacherTopK[Any]) -> None:
         DIVERGING.require("stored", same, call=call.temperature, stored=stored)
 
 
-def shown(temperature: object) -> str:
-    return f"{temperature:g}" if isinstance(temperature, (int, float)) else "an array"
+def shown(number: object) -> str:
+    return f"{number:g}" if isinstance(number, (int, float)) else "an array"
 
 
 def check_logprobs(ids: ArraySpec, logprobs: ArraySpec) -> None:

@@ -338,11 +338,12 @@ def teacher_of(case: Case, hidden: Array, weight: Array, rng: Any) -> TeacherHea
     """Of another width; or of the student's head, and hidden states that it is beside."""
     if case.far is not None:
         own = rng.standard_normal(hidden.shape).astype(hidden.dtype)
-        return TeacherHead(own, weight)
+        return TeacherHead(own, weight, logit_scale=1.0, softcap=None)
     states = rng.standard_normal((case.tokens, case.teacher)).astype(hidden.dtype)
     rows = rng.standard_normal((case.vocab, case.teacher)) * (case.std / np.sqrt(case.teacher))
     bias = (rng.standard_normal(case.vocab) * case.std / 2).astype(hidden.dtype)
-    return TeacherHead(states, rows.astype(hidden.dtype), bias, softcap=case.options.get("softcap"))
+    softcap = case.options.get("softcap")
+    return TeacherHead(states, rows.astype(hidden.dtype), bias, 1.0, softcap)
 
 
 def upstream_of(problem: Problem, seed: int) -> Upstream:
