@@ -131,7 +131,8 @@ HELD = {
     ),
     "replicas, NLLHead": Sharded(mesh="replicas", world=4, road="NLLHead", budget=(1, 1)),
 }
-# The compiler's first start costs 5 s of a rank, what is compiled 2 s more: all routes are here.
+# The compiler's first start costs 5 s of the last rank, which alone has one, what is compiled 2 s
+# more: all routes are here.
 COMPILED = {
     "own": Sharded(model=("bias",)),
     "own, per token": Sharded(function=TOKENS),
