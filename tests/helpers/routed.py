@@ -3,7 +3,8 @@ head under real `fully_shard` that a route of `gather=` leaves sharded."""
 
 from __future__ import annotations
 
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from functools import cache
 from typing import Any, NamedTuple
 from unittest.mock import patch
@@ -14,6 +15,7 @@ import torch.distributed as dist
 
 from helpers.lowrank import LowProblem
 from helpers.vocab_shards import same_on_all_ranks, vocab_axis
+from xentlib.collectives import CollectiveCount
 from xentlib.tools.harness.backends import GRADIENTS
 from xentlib.tools.harness.device import numpy_of, on_torch
 from xentlib.tools.harness.problems import Problem, Upstream
@@ -43,6 +45,7 @@ class Routed(NamedTuple):
     nodes: int = 0  # with "hidden": over which rows are gathered first
     on_device: bool = DEVICE != "cpu"  # as `as_on_a_device` has it
     low: LowProblem | None = None  # A, B and mask of a head that is frozen; its `base` is not asked
+    counted: bool = True  # collectives, which takes as long as the rest of the call
 
 
 class Routes(NamedTuple):
@@ -98,9 +101,10 @@ def on_rank(rank: int, group: Any, call: Routed) -> Routes:
         keep = None if call.low.keep is None else on_torch(call.low.keep[own])
         weight = LowRankHead(weight, *matrices, call.low.scale, keep)
     function: Any = chunked_nll if call.function == "chunked_nll" else chunked_logprobs
-    with count_collectives() as forward:
+    counting = count_collectives if call.counted else _uncounted
+    with counting() as forward:
         out = function(hidden, weight, on_torch(p.labels[own]), bias=bias, **options)
-    with count_collectives() as backward:
+    with counting() as backward:
         if call.upstream is None:
             out.loss.backward(torch.tensor(p.upstream, dtype=out.loss.dtype))
         else:
@@ -117,6 +121,11 @@ def on_rank(rank: int, group: Any, call: Routed) -> Routes:
         backward.counts(),
         (forward.bytes(), backward.bytes()),
     )
+
+
+@contextmanager
+def _uncounted() -> Iterator[Any]:
+    yield CollectiveCount()
 
 
 @cache

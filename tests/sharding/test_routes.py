@@ -28,7 +28,7 @@ from helpers.routed import Routed, Routes, merged, on_ranks  # noqa: E402
 SPLITS = {
     2: ((40, 21), (79, 78)),
     3: ((61, 0, 0), (53, 104, 0)),
-    4: ((9, 0, 35, 17), (40, 39, 39, 39)),
+    4: ((15, 0, 24, 22), (40, 39, 39, 39)),
 }
 ROUTES = ("tokens_parallel", "hidden", "stream")
 FUNCTIONS = ("chunked_nll", "chunked_logprobs")
@@ -61,7 +61,8 @@ def calls_of(case: Case, function: str) -> dict[tuple[Any, ...], Routed]:
                 own = spread(tokens, len(problem.labels))
                 key = (case.id, function, world, route, chunk_bytes)
                 found[key] = Routed(
-                    route, function, problem, own, rows, divisor, upstream, chunk_bytes
+                    *(route, function, problem, own, rows, divisor, upstream, chunk_bytes),
+                    counted=case is PLAIN,
                 )
                 if (world, chunk_bytes) == (4, SMALL):
                     found[*key, "on a device"] = found[key]._replace(on_device=True)
