@@ -32,7 +32,9 @@ CROSSINGS = {
     ),
 }
 ROUTES = ("head", "hidden", "stream")
-BEFORE, AFTER = range(2), range(2, 3)  # steps
+# By another road to the head before it, once is enough.
+CASES = [(k, x) for k in CROSSINGS for x in ROUTES if x == "hidden" or "module" not in k]
+BEFORE, AFTER = range(1), range(1, 2)  # steps
 MOMENTS = {"exp_avg", "exp_avg_sq", "step"}
 
 
@@ -62,7 +64,7 @@ def names_in(state: dict[str, Any]) -> tuple[set[str], dict[str, set[str]]]:
 
 
 def saved(rank: int, world: int, setups: list[tuple[Sharded, str]]) -> list[Any]:
-    """What a checkpoint after two steps has in it, and would have in the middle of a window."""
+    """What a checkpoint after a step has in it, and would have in the middle of a window."""
     import torch.distributed.checkpoint as dcp
     from torch.distributed.checkpoint.state_dict import get_state_dict
 
@@ -128,14 +130,14 @@ def found(
             for k, (_, then) in crossings.items()
             if then.world == world
             for route in ROUTES
+            if (k, route) in CASES
         }
         ranks = launch(world, loaded, [*goes_on.values()]) if goes_on else []
         after |= {k: list(x) for k, x in zip(goes_on, zip(*ranks, strict=True), strict=True)}
     return before, after
 
 
-@pytest.mark.parametrize("route", ROUTES)
-@pytest.mark.parametrize("name", CROSSINGS)
+@pytest.mark.parametrize(("name", "route"), CASES)
 def test_training_goes_on_from_a_checkpoint(found: Any, name: str, route: str) -> None:
     """A9, D7: parameters and moments, read by ranks that have other rows of the head. Catches: rows
     of another rank, moments of one rank or of none, what has been left unreduced."""
@@ -163,7 +165,7 @@ def test_a_checkpoint_holds_what_the_plain_model_s_does(found: Any, name: str) -
     for in_model, in_optimizer, in_window in before[name]:
         assert in_model == in_window == plain
         assert in_optimizer == moments
-    for route in ROUTES:
+    for route in [route for k, route in CASES if k == name]:
         for _, in_model, in_optimizer in after[name, route]:
             assert in_model == plain
             assert in_optimizer == moments
