@@ -7,7 +7,7 @@ from __future__ import annotations
 import pickle
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -39,6 +39,7 @@ class Trained(Zero):
     odd: str = ""
     persist: int = 0  # elements up to which the engine keeps a parameter whole
     mutant: str = ""
+    counted: bool = True  # collectives
 
 
 def window_of(setup: Trained, window: int) -> tuple[list[Any], float]:
@@ -112,8 +113,8 @@ def engine_of(setup: Trained, model: Any = None, **changes: Any) -> Any:
 
 def trained(setup: Trained) -> dict[str, Any]:
     """What every trained parameter has changed by; of the first window the head's gradient, what
-    the rank's own loss was, the hidden states and what was sent from the first loss on, and in the
-    last micro-batch; under audit the first hidden states."""
+    the rank's own loss was, the hidden states and, if `counted`, what was sent from the first loss
+    on, and in the last micro-batch; under audit the first hidden states."""
     from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_grad
 
     rank, world = torch.distributed.get_rank(), torch.distributed.get_world_size()
@@ -144,15 +145,16 @@ def trained(setup: Trained) -> dict[str, Any]:
             if setup.odd == "given up" and step == 0:
                 engine.backward(loss_of(setup, engine, ids.flip(0), labels, denominator))
                 engine.optimizer.zero_grad()
-            with count_collectives() as count:
+            with count_collectives() if setup.counted else nullcontext() as count:
                 loss = loss_of(setup, engine, ids, labels, denominator, first=step == 0)
                 engine.backward(loss, scale_wrt_gas=not setup.unmanaged)
             if setup.odd == "logged":
                 hidden = torch.randn(3, H)
                 chunked_nll(hidden, engine.module.head.weight, labels[0, :3], gather=setup.gather)
             found.setdefault("loss", loss.item())
-            found["last sent"] = [(x.kind, x.bytes) for x in count.found]
-            found.setdefault("sent", found["last sent"])
+            if count is not None:
+                found["last sent"] = [(x.kind, x.bytes) for x in count.found]
+                found.setdefault("sent", found["last sent"])
             if step == len(mine) - 1:
                 grads = {name: safe_get_full_grad(p) for name, p in learning.items()}
                 found.setdefault("gradients", {n: g.float().numpy() for n, g in grads.items()})
@@ -230,12 +232,12 @@ def main(folder: str) -> None:
 
     start()
     found: dict[str, Any] = {}
-    setups = pickle.loads(Path(folder, "setups").read_bytes())
+    setups, refused = pickle.loads(Path(folder, "setups").read_bytes())
     for name, setup in setups.items():
         with mutated(setup.mutant):
             found[name] = trained(setup)
         settle()
-    found["refused"] = said()
+    found["refused"] = said(refused)
     Path(folder, f"rank{torch.distributed.get_rank()}").write_bytes(pickle.dumps(found))
 
 

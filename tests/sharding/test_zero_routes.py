@@ -88,6 +88,7 @@ MUTANTS = {
 SETUPS = HELD | GATHERED | LOW | EXACT | MUTANTS
 SAME = [("plain", "gathered"), ("two micro-batches, clipped", "gathered, clipped")]
 COUNTED = ("gathered", "plain", "rank without tokens", "per token", "stream, plain")
+SETUPS = {name: replace(setup, counted=name in COUNTED) for name, setup in SETUPS.items()}
 
 SHOWN = "where another route has not been shown to be right; got 'hidden'. Leave it out."
 WHOLE = "`gather` must be 'head' for a head that ZeRO-3 has gathered already; got 'hidden'."
@@ -124,11 +125,14 @@ PLANNED |= dict.fromkeys(FLOAT32, "float32")
 @pytest.fixture(scope="module")
 def ranks(request: Any, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """Every setup on two ranks, and what is refused: one start."""
-    names = collected(request, SETUPS, *COUNTED)
+    tests = {item.originalname for item in request.session.items}
+    counted = COUNTED if test_the_head_is_not_gathered.__name__ in tests else ()
+    names = collected(request, SETUPS, *counted)
     others = {f"{name}, gathered" for name in names if name in LOW}
     others |= {f"stream, {name}" for name, _ in SAME if name in names}
     setups = {name: x for name, x in SETUPS.items() if name in {*names, *others}}
-    return torchrun(2, "helpers.zero_routes", tmp_path_factory.mktemp("zero"), setups)
+    refused = collected(request, REFUSED)
+    return torchrun(2, "helpers.zero_routes", tmp_path_factory.mktemp("zero"), (setups, refused))
 
 
 def apart(setup: Trained, found: dict[str, Any], want: dict[str, Any]) -> list[str]:
