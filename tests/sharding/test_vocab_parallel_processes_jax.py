@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from helpers.collected import collected
+from helpers.compiling import Compiling
 from helpers.vocab_shards import same_on_all_ranks
 from xentlib.processes import launch
 from xentlib.tools.harness.problems import build
@@ -28,6 +29,7 @@ KINDS = ("nll", "logprobs")
 
 def process(rank: int, world: int, folder: str, port: str, kinds: list[str]) -> dict[str, Any]:
     """One of two processes, with two of the four devices."""
+    Compiling().set(fast=True)
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     jax.distributed.initialize(f"127.0.0.1:{port}", num_processes=world, process_id=rank)
     # No NaN: `device_put` asserts that the processes' arrays are equal.
@@ -60,9 +62,11 @@ def test_two_processes(found, kind):
 
 EIGHT = """
 import sys
+from helpers.compiling import Compiling
 from helpers.mesh_jax import mesh_of
 from helpers.vocab_shards_jax import OPTIONS, hold_shards, sharded
 from xentlib.tools.harness.problems import build
+Compiling().set(fast=True)
 kind = sys.argv[1]
 hold_shards(build(OPTIONS, 7), kind, sharded(build(OPTIONS, 7), kind, mesh_of(tp=8), 20))
 print("held")
