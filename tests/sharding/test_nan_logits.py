@@ -67,9 +67,14 @@ def test_over_shards() -> None:
         assert not {key: wrong for key, wrong in of_rank.items() if wrong}
 
 
+# Of divergences each kind and each teacher: how shards meet is the same for the others.
+MET = {"forward_kl from top", "reverse_kl from head", "jsd from logits", "top_k, no kept set"}
+OVER_DEVICES = [name for name in ALL if name in MET or not (" from " in name or name == "top_k")]
+
+
 @pytest.mark.slow
 @pytest.mark.jax
-@pytest.mark.parametrize("name", ALL)
+@pytest.mark.parametrize("name", OVER_DEVICES)
 def test_over_devices(name: str) -> None:
     """Catches: the NaN of another device."""
     jax = pytest.importorskip("jax")
