@@ -134,14 +134,18 @@ ROADS = {
 
 @pytest.mark.optimized
 @pytest.mark.slow
-@pytest.mark.parametrize("road", ROADS)
 @pytest.mark.parametrize(
-    ("function", "dropped"),
+    ("function", "dropped", "road"),
     [
-        (chunked_nll, 0.0),
-        (chunked_logprobs, 0.4),
-        pytest.param(chunked_nll, 0.4, marks=pytest.mark.full),
-        pytest.param(chunked_logprobs, 0.0, marks=pytest.mark.full),
+        (chunked_nll, 0.0, "remat"),
+        (chunked_nll, 0.0, "jitted remat"),
+        (chunked_logprobs, 0.4, "jit"),
+        (chunked_logprobs, 0.4, "jitted remat"),
+        *(
+            pytest.param(function, dropped, road, marks=pytest.mark.full)
+            for function, dropped in ((chunked_nll, 0.4), (chunked_logprobs, 0.0))
+            for road in ROADS
+        ),
     ],
 )
 def test_each_road_to_the_gradients_gives_the_same_bits(
