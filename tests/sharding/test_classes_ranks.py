@@ -224,9 +224,10 @@ def test_edges_over_devices(edge: str) -> None:
 
     def both(hidden: Any, weight: Any, bias: Any, **how: Any) -> Any:
         def total(hidden: Any) -> Any:
-            return jax.numpy.nansum(each(hidden, weight, bias, **how))
+            values = each(hidden, weight, bias, **how)
+            return jax.numpy.nansum(values), values
 
-        return each(hidden, weight, bias, **how), jax.grad(total)(hidden)
+        return jax.grad(total, has_aux=True)(hidden)
 
     mesh = jax.make_mesh((4,), ("x",), (AxisType.Auto,))
     over = jax.shard_map(
