@@ -102,14 +102,18 @@ def test_a_mean_of_each_device_s_own_tokens_is_refused():
         assert not failures(check("A2", loss(more), want, magnitude=want))
 
 
-# What devices must have alike, as device 1 gets it: where its arrays are, and what is done to them.
-DIFFERENT = {
-    "slices of the sequence": (P("tp"), lambda x, y, t, rank: (x, y, t)),
-    "labels": (P(), lambda x, y, t, rank: (x, (y + rank) % 20, t)),
-    "which labels count": (P(), lambda x, y, t, rank: (x, jnp.where(y == rank, -100, y), t)),
-    "hidden": (P(), lambda x, y, t, rank: (jnp.roll(x, rank, 0), y, t)),
-    "temperature": (P(), lambda x, y, t, rank: (x, y, t + 0.1 * rank.astype(t.dtype))),
-}
+# What devices must have alike, and device 1 has not.
+DIFFERENT = ("labels", "which labels count", "hidden", "temperature")
+
+
+def differing(x, y, t, which):
+    """One program for all of them, and for rounding, the last, which is allowed: of `which` the one
+    that differs is 1."""
+    rank = jax.lax.axis_index("tp")
+    labels, counts, hidden, temperature, rounded = which * rank
+    y = jnp.where((y == 3) & (counts == 1), -100, (y + labels) % 20)
+    x = jnp.where(rounded == 1, x.astype(jnp.bfloat16).astype(x.dtype), jnp.roll(x, hidden, 0))
+    return x, y, t + 0.1 * temperature.astype(t.dtype)
 
 
 @pytest.mark.slow
@@ -123,8 +127,8 @@ def test_what_differs_between_devices_is_nan(kind, check_vma):
     mesh = mesh_of(AxisType.Auto, tp=2)
 
     def of(change, spec):
-        def call(x, w, y, t):
-            x, y, t = change(x, y, t, jax.lax.axis_index("tp"))
+        def call(x, w, y, t, which):
+            x, y, t = change(x, y, t, which)
             options = {"temperature": t, "vocab_parallel": "tp"}
             if kind == "nll":
                 value = chunked_nll(x, w, y, **options).loss
@@ -132,25 +136,31 @@ def test_what_differs_between_devices_is_nan(kind, check_vma):
                 value = -chunked_logprobs(x, w, y, **options).logprobs.mean()
             return vary(value[None], frozenset({"tp"} if check_vma else ()))
 
-        specs = (spec, P("tp"), spec, spec)
+        specs = (spec, P("tp"), spec, spec, P())
         run = jax.shard_map(call, mesh=mesh, in_specs=specs, out_specs=P("tp"), check_vma=check_vma)
-        first, second = jax.jit(run)(x, w, y, t)
-        assert first == second or np.isnan([first, second]).all()
-        return float(first)
+        run = jax.jit(run)
 
-    for name, (spec, change) in DIFFERENT.items():
-        assert np.isnan(of(change, spec)), name
+        def value(which):
+            first, second = run(x, w, y, t, which)
+            assert first == second or np.isnan([first, second]).all()
+            return float(first)
 
-    def gathered(x, y, t, rank):
-        return (jax.lax.all_gather(one, "tp", tiled=True) for one in (x, y, t))
+        return value
 
-    def rounded(x, y, t, rank):
-        return jnp.where(rank == 0, x, x.astype(jnp.bfloat16).astype(x.dtype)), y, t
+    *one_of, rounded = np.eye(5, dtype=np.int32)
+    over = of(differing, P())
+    for name, which in zip(DIFFERENT, one_of, strict=True):
+        assert np.isnan(over(which)), name
+    assert np.isfinite(over(rounded))
+    slices = of(lambda *own: own[:3], P("tp"))
+    assert np.isnan(slices(rounded))
+
+    def gathered(*own):
+        return (jax.lax.all_gather(one, "tp", tiled=True) for one in own[:3])
 
     dense = chunked_nll(x, w, y, temperature=t).loss
-    scale = np.float64(1.0)
-    assert not failures(check("A2", of(gathered, P("tp")), np.float64(dense), magnitude=scale))
-    assert np.isfinite(of(rounded, P()))
+    got, scale = of(gathered, P("tp"))(rounded), np.float64(1.0)
+    assert not failures(check("A2", got, np.float64(dense), magnitude=scale))
 
 
 @pytest.mark.slow
@@ -163,15 +173,18 @@ def test_class_weights_that_differ_between_devices_are_nan(check_vma):
     y, c = jnp.arange(64) % 20, jnp.linspace(0.5, 1.5, 20)
     mesh = mesh_of(AxisType.Auto, tp=2)
 
-    def loss(c_R20):
-        def call(x, w, y, c):
-            options = {"vocab_parallel": "tp", "reduction": "sum"}
-            value = chunked_nll(x, w, y, class_weights=c[0], **options).loss
-            return vary(value[None], frozenset({"tp"} if check_vma else ()))
+    def call(x, w, y, c):
+        options = {"vocab_parallel": "tp", "reduction": "sum"}
+        value = chunked_nll(x, w, y, class_weights=c[0], **options).loss
+        return vary(value[None], frozenset({"tp"} if check_vma else ()))
 
-        specs = (P(), P("tp"), P(), P("tp"))
-        run = jax.shard_map(call, mesh=mesh, in_specs=specs, out_specs=P("tp"), check_vma=check_vma)
-        return np.asarray(jax.jit(run)(x, w, y, c_R20))
+    specs = (P(), P("tp"), P(), P("tp"))
+    run = jax.jit(
+        jax.shard_map(call, mesh=mesh, in_specs=specs, out_specs=P("tp"), check_vma=check_vma)
+    )
+
+    def loss(c_R20):
+        return np.asarray(run(x, w, y, c_R20))
 
     swapped = c.at[3].set(c[7]).at[7].set(c[3])
     for other in (jnp.roll(c, 1), swapped):
