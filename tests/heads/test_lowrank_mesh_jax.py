@@ -222,10 +222,12 @@ def test_one_device_s_bits(devices: int) -> None:
 DIFFERENT = ("a", "a's shard", "scale", "keep")
 
 
-def differing(low: Any, of_rank: Any) -> Any:
-    """One program for all of them: of each of DIFFERENT the rank, or 0 where it is alike."""
-    _, shard, _, keep = of_rank
-    a, _, scale, _ = of_rank.astype(jnp.float32)
+def differing(low: Any, which: Any) -> Any:
+    """By an array, one program for all of DIFFERENT; by a name, which alone varies by its type."""
+    rank = lax.axis_index("tp")
+    named = [rank if name == which else 0 for name in DIFFERENT]
+    a, shard, scale, keep = named if isinstance(which, str) else which * rank
+    a, scale = jnp.asarray(a, jnp.float32), jnp.asarray(scale, jnp.float32)
     return low._replace(
         a=jnp.roll(low.a * (1 + 1e-3 * a), shard, 0),
         scale=1.0 + 1e-3 * scale,
@@ -245,23 +247,21 @@ def test_what_differs_between_devices_is_nan(function: Any, check_vma: bool) -> 
     keep, y = jax.random.uniform(keys[4], (64, 16)) < 0.7, jnp.arange(64) % 20
     mesh = mesh_of(AxisType.Auto, tp=2)
 
-    def body(w: Any, b: Any, which: Any) -> Any:
-        low = LowRankHead(w, a, b, 1.0, keep)
-        if which is not None:
-            low = differing(low, which * lax.axis_index("tp"))
-        out = function(x, low, y, vocab_parallel="tp")
-        found = out.loss[None] if function is chunked_nll else out.logprobs
-        return lax.psum(found, "tp") if check_vma else found
+    def stepped(which: Any) -> Any:
+        def body(w: Any, b: Any, array: Any) -> Any:
+            low = differing(LowRankHead(w, a, b, 1.0, keep), which if check_vma else array)
+            out = function(x, low, y, vocab_parallel="tp")
+            found = out.loss[None] if function is chunked_nll else out.logprobs
+            return lax.psum(found, "tp") if check_vma else found
 
-    specs = (P("tp"), P("tp"), P())
-    spread = jax.jit(
-        jax.shard_map(body, mesh=mesh, in_specs=specs, out_specs=P(), check_vma=check_vma)
-    )
-    one_of = np.eye(4, dtype=np.int32)
-    for name, which in zip(DIFFERENT, one_of, strict=True):
-        assert np.isnan(np.asarray(spread(w, b, which))).all(), name
-    for nothing in (0 * one_of[0], None):  # alike by its values, and by its types
-        assert not np.isnan(np.asarray(spread(w, b, nothing))).any()
+        more = {"in_specs": (P("tp"), P("tp"), P()), "out_specs": P(), "check_vma": check_vma}
+        return jax.jit(jax.shard_map(body, mesh=mesh, **more))
+
+    one = stepped("")
+    for k, name in enumerate((*DIFFERENT, "nothing")):
+        step = stepped(name) if check_vma else one
+        found = np.isnan(np.asarray(step(w, b, np.int32(np.arange(4) == k))))
+        assert found.all() if name in DIFFERENT else not found.any(), name
 
 
 def test_b_s_rows_must_be_this_device_s() -> None:
