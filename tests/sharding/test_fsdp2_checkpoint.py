@@ -34,7 +34,7 @@ CROSSINGS = {
 ROUTES = ("head", "hidden", "stream")
 # By another road to the head before it, once is enough.
 CASES = [(k, x) for k in CROSSINGS for x in ROUTES if x == "hidden" or "module" not in k]
-BEFORE, AFTER = range(1), range(1, 2)  # steps
+BEFORE, AFTER = range(2), range(2, 3)  # steps
 MOMENTS = {"exp_avg", "exp_avg_sq", "step"}
 
 
@@ -64,7 +64,7 @@ def names_in(state: dict[str, Any]) -> tuple[set[str], dict[str, set[str]]]:
 
 
 def saved(rank: int, world: int, setups: list[tuple[Sharded, str]]) -> list[Any]:
-    """What a checkpoint after a step has in it, and would have in the middle of a window."""
+    """What a checkpoint after two steps has in it, and would have in the middle of a window."""
     import torch.distributed.checkpoint as dcp
     from torch.distributed.checkpoint.state_dict import get_state_dict
 
