@@ -6,6 +6,8 @@ Shapes: N tokens, V vocabulary, H hidden width, K classes.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -26,38 +28,53 @@ def run(
     backend: str, ids: Any, log_q: Any, tail: str = "class", *, traced: bool = False, **how: Any
 ) -> tuple[Any, Any]:
     """The output and d hidden; `traced` in a program, where no number can be read."""
-    stored = how.pop("stored", None)
     x64 = how.get("compute_dtype") == "float64"
+    step = program(backend, tail, **how) if traced else step_of(backend, tail, **how)
     if backend == "torch":
         torch = pytest.importorskip("torch")
-        from xentlib.torch import chunked_divergence
-
-        weight, bias = torch.tensor(WEIGHT), how.pop("bias", None)
-        more = {"bias": None if bias is None else torch.tensor(bias)}
-
-        def step(hidden: Any, ids: Any, log_q: Any) -> Any:
-            teacher = TeacherTopK(ids, log_q, tail, stored)
-            return chunked_divergence(hidden, weight, teacher, **more, **how)
-
-        if traced:
-            torch.compiler.reset()
-            step = torch.compile(step, fullgraph=True, backend="aot_eager")
         hidden = torch.tensor(HIDDEN).requires_grad_()
         out = step(hidden, torch.tensor(ids), torch.tensor(log_q))
         (gradient,) = torch.autograd.grad(out.loss.sum(), hidden)
         return [None if x is None else x.detach().numpy() for x in out], gradient.numpy()
     jax = pytest.importorskip("jax")
+    with jax.enable_x64(x64):
+        gradient, out = step(HIDDEN, ids, log_q)
+        return jax.tree.map(np.asarray, tuple(out)), np.asarray(gradient)
+
+
+def step_of(
+    backend: str, tail: str, *, stored: Any = None, bias: Any = None, **how: Any
+) -> Callable[..., Any]:
+    """Of hidden states, ids and log-probabilities: the output, in JAX after d hidden."""
+    if backend == "torch":
+        torch = pytest.importorskip("torch")
+        from xentlib.torch import chunked_divergence
+
+        weight, bias = torch.tensor(WEIGHT), None if bias is None else torch.tensor(bias)
+
+        def step(hidden: Any, ids: Any, log_q: Any) -> Any:
+            teacher = TeacherTopK(ids, log_q, tail, stored)
+            return chunked_divergence(hidden, weight, teacher, bias=bias, **how)
+
+        return step
+    jax = pytest.importorskip("jax")
     from xentlib.jax import chunked_divergence as in_jax
 
     def loss(hidden: Any, ids: Any, log_q: Any) -> Any:
         teacher = TeacherTopK(ids, log_q, tail, stored)
-        out = in_jax(hidden, WEIGHT, teacher, **how)
+        out = in_jax(hidden, WEIGHT, teacher, bias=bias, **how)
         return out.loss.sum(), out
 
-    step = jax.grad(loss, has_aux=True)
-    with jax.enable_x64(x64):
-        gradient, out = (jax.jit(step) if traced else step)(HIDDEN, ids, log_q)
-        return jax.tree.map(np.asarray, tuple(out)), np.asarray(gradient)
+    return jax.grad(loss, has_aux=True)
+
+
+@cache
+def program(backend: str, tail: str, **how: Any) -> Callable[..., Any]:
+    """Compiled once for all numbers, a second each."""
+    step = step_of(backend, tail, **how)
+    if backend == "torch":
+        return pytest.importorskip("torch").compile(step, fullgraph=True, backend="aot_eager")
+    return pytest.importorskip("jax").jit(step)
 
 
 def exact(ids: Any, log_q: Any, kind: str, tail: str, bias: Any = 0.0) -> tuple[Any, Any]:
