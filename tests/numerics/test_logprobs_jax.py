@@ -13,7 +13,7 @@ import pytest
 from helpers.held import hold_gradients
 from helpers.measured import by_id
 from xentlib.contract import check, failures, rho, rounded_fraction
-from xentlib.tools.harness.cases import CHUNK_CASES, logit_sets, named
+from xentlib.tools.harness.cases import CHUNK_CASES, logit_sets
 from xentlib.tools.harness.problems import Case, build, logits_problem, upstream_of
 
 jax = pytest.importorskip("jax")
@@ -25,17 +25,9 @@ from helpers.leaves_jax import CASE, H, N, V, same  # noqa: E402
 from helpers.logprobs_jax import OURS, reference_of, run_logprobs  # noqa: E402
 from xentlib.jax import LogprobOutput, chunked_logprobs, chunked_nll  # noqa: E402
 
-CASES = (
-    CASE,
-    Case("sharp", 131, 63, 1001, std=6.0, confident=0.3),
-    Case("options", 131, 48, 1001, options=OURS, where=True, token_temperature=True),
-    Case("kernel-layout", 131, 48, 1001, std=3.0, layout="HV", options=OURS),
-    Case("no-bias", 64, 32, 257, bias=False, ignored=0.0),
-    Case("one-token", 1, 32, 257, ignored=0.0),
-    Case("one-class", 64, 32, 1, ignored=0.0),
-    Case("all-ignored", 64, 32, 257, ignored=1.0),
-)
-(SHAPED,) = named(CASES, "options")
+# In several chunks: test_logprobs.py has more cases, each in one.
+SHAPED = Case("options", 131, 48, 1001, options=OURS, where=True, token_temperature=True)
+CASES = (CASE, SHAPED, Case("kernel-layout", 131, 48, 1001, std=3.0, layout="HV", options=OURS))
 
 
 @pytest.mark.parametrize("case", CASES, ids=by_id)
@@ -69,7 +61,7 @@ def test_each_output_has_a_gradient_of_its_own(which):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", named(CASES, CASE.id, "options", "kernel-layout"), ids=by_id)
+@pytest.mark.parametrize("case", [SHAPED], ids=by_id)
 def test_bf16_against_the_oracle(case):
     """A7. Catches: dz that XLA keeps in float32 for the GEMMs, or d weight summed in bf16."""
     p = build(replace(case, tokens=512, hidden=64, dtype="bfloat16"), 7)
@@ -120,9 +112,10 @@ def test_values_are_those_of_chunked_nll():
         assert same(getattr(ours, name), getattr(theirs, name)), name
 
 
-@pytest.mark.parametrize("item", logit_sets(7), ids=lambda item: item[0])
+@pytest.mark.parametrize("item", logit_sets(7, "gaps-1000"), ids=lambda item: item[0])
 def test_given_logits(item):
-    """A3, A4: also probabilities of 1 - 1e-30, where a log-probability is never above 0."""
+    """A3, A4: also probabilities of 1 - 1e-30, where a log-probability is never above 0; others
+    are in test_logprobs.py."""
     text, logits, labels = item
     p = logits_problem(logits, labels, text).changed(options={})
     upstream = (np.ones(len(labels), np.float32), None, None)
@@ -142,10 +135,9 @@ def test_given_logits(item):
 @pytest.mark.parametrize(
     "case",
     [
-        pytest.param(
-            case, marks=[] if case.id in ("chunks-small", "chunks-kernel") else pytest.mark.full
-        )
+        pytest.param(case, marks=[] if case.id == "chunks-kernel" else pytest.mark.full)
         for case in CHUNK_CASES
+        if case.id != "chunks-small"  # one chunk
     ],
     ids=by_id,
 )

@@ -16,7 +16,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from helpers.measured import CAPPED, SMALL, by_id, few_programs, hold
+from helpers.measured import CAPPED, SMALL, by_id, few_programs, hold, shared
 from xentlib.contract import Measurement, check, failures, rho
 from xentlib.tools.harness.backends import Outcome, run
 from xentlib.tools.harness.cases import (
@@ -36,6 +36,7 @@ from xentlib.tools.parity.rows.head import HeadRows, nll, per_token
 from xentlib.tools.parity.rows.mutants import nll_mutants
 from xentlib.ulp import dtype_named
 
+CASES = [shared(case) for case in SMALL]
 AUDITED = (
     "audit-3",
     "audit-9",
@@ -47,20 +48,20 @@ AUDITED = (
 )
 
 
-@pytest.mark.parametrize("case", SMALL, ids=by_id)
+@pytest.mark.parametrize("case", CASES, ids=by_id)
 def test_fp32_against_the_oracle(backend: str, case: Case) -> None:
     """A0, A2, A5, A6."""
     hold(nll.against_oracle, (backend,), build(case, 7))
 
 
-@pytest.mark.parametrize("case", few_programs(low_precision(tuple(SMALL))))
+@pytest.mark.parametrize("case", few_programs(low_precision(tuple(CASES))))
 def test_bf16_against_the_oracle(backend: str, case: Case) -> None:
     """A7, A8."""
     hold(nll.against_oracle, (backend,), build(case, 7))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", few_programs(low_precision(tuple(SMALL), "float16")))
+@pytest.mark.parametrize("case", few_programs(low_precision(tuple(CASES), "float16")))
 def test_fp16_against_the_oracle(backend: str, case: Case) -> None:
     """A8, A16. Catches: a rounding to float16 that takes subnormals to 0."""
     hold(nll.against_oracle, (backend,), build(case, 7))
@@ -102,6 +103,8 @@ def test_chunks_do_not_show(
 ) -> None:
     """A10. Catches: a softcap's derivative from `torch.cosh`, whose bits follow the tail."""
     full = request.config.getoption("--full")
+    if backend == "jax" and chunks == (128,):
+        pytest.skip("whole chunks of 64, and 200 with a part of one, are the other programs")
     if (backend, case.id) == ("jax", "chunks-bf16") and chunks[0] != 8 and not full:
         pytest.skip("each is a program: chunks of 200 are in test_batch_invariance.py")
     monkeypatch.setattr("xentlib.tools.harness.cases.CHUNKS", chunks)
@@ -124,7 +127,6 @@ def test_an_output_of_an_invalid_row_is_named(backend: str, name: str) -> None:
     assert "outputs of invalid rows" in said
 
 
-@pytest.mark.optimized
 def test_run_to_run(backend: str) -> None:
     """A11."""
     hold(nll.repeat, (backend,), build(WITH_OPTIONS, 7))
@@ -136,11 +138,15 @@ def test_every_check_rejects_its_mutants(backend: str) -> None:
     hold(nll_mutants, (backend,), build(BASE, 0))
 
 
-@pytest.mark.optimized
 @pytest.mark.parametrize(
     "case",
     [
-        pytest.param(case, marks=[pytest.mark.full] if case.id in AUDITED[:3] else [])
+        pytest.param(
+            case,
+            marks=[pytest.mark.full] * (case.id in AUDITED[:3])
+            # Of a user's programs too, with and without options; float64 shows no other.
+            + [pytest.mark.optimized] * (case.id in AUDITED[3:5]),
+        )
         for case in named(AUDIT, *AUDITED)
     ],
     ids=by_id,
@@ -153,7 +159,6 @@ def test_audit_mode_bit_for_bit(case: Case) -> None:
     hold(nll.audit, ("torch", "jax"), build(case, 0))
 
 
-@pytest.mark.optimized
 @pytest.mark.parametrize("rows", [nll, per_token])
 def test_backends_have_the_same_numbers(rows: HeadRows) -> None:
     """A9, of log-probabilities too."""
@@ -290,7 +295,7 @@ def problems(draw: st.DrawFn) -> tuple[Problem, int]:
 def test_any_problem(backend: str, request: pytest.FixtureRequest) -> None:
     """A0, A2, A5, A6 whatever is asked for."""
     # JAX compiles most of them, in a second or more.
-    count = 100 if request.config.getoption("--full") else {"torch": 60, "jax": 8}[backend]
+    count = 100 if request.config.getoption("--full") else {"torch": 60, "jax": 6}[backend]
 
     @settings(max_examples=count, deadline=None, derandomize=True)
     @given(problems())
