@@ -5,6 +5,8 @@ shapes, dtypes and strides that the fake ones have (D6); of a head, and of logit
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
+from itertools import product
 from typing import Any
 
 import pytest
@@ -126,21 +128,34 @@ def test_opcheck(monkeypatch: Any, name: str) -> None:
         assert set(result.values()) == {"SUCCESS"}
 
 
+@cache
+def in_a_graph(kind: str) -> dict[str, list[Any]]:
+    """Gradients of each call of a kind, eager and compiled, at two sizes; all in one graph, which
+    takes two thirds of the time of one for each."""
+    names = [name for name in CALLS if name.startswith(kind)]
+    found: dict[str, list[Any]] = {name: [] for name in names}
+
+    def step(inputs: Any) -> Any:
+        return [computed(name, *inputs[name]) for name in names]
+
+    torch._dynamo.reset()
+    compiled = torch.compile(step, fullgraph=True, dynamic=True, backend="aot_eager")
+    for count, run in product((N, N + 4), (step, compiled)):
+        inputs = {name: leaves_of(name, count) for name in names}
+        torch.manual_seed(0)  # of class weights
+        of_all = [x for leaves, _ in inputs.values() for x in leaves]
+        gradients = iter(torch.autograd.grad(sum(run(inputs)), of_all))
+        for name, (leaves, _) in inputs.items():
+            found[name].append([next(gradients) for _ in leaves])
+    return found
+
+
+# Of logits in the layout that is not contiguous: `test_opcheck` holds the strides of both.
 @pytest.mark.filterwarnings("ignore::DeprecationWarning:torch")
-@pytest.mark.parametrize("name", CALLS)
+@pytest.mark.parametrize("name", [name for name in CALLS if "NV" not in name])
 def test_compiled_for_any_number_of_tokens(name: str) -> None:
     """One graph, `dynamic=True`, with the eager bits at two sizes."""
-    torch._dynamo.reset()
-    compiled = torch.compile(
-        lambda leaves, y: computed(name, leaves, y),
-        fullgraph=True,
-        dynamic=True,
-        backend="aot_eager",
-    )
-    for count in (N, N + 4):
-        leaves, y = leaves_of(name, count)
-        torch.manual_seed(0)  # of class weights
-        want = torch.autograd.grad(computed(name, leaves, y), leaves)
-        torch.manual_seed(0)
-        got = torch.autograd.grad(compiled(leaves, y), leaves)
+    eager, compiled, *of_more = in_a_graph(name.partition(",")[0])[name]
+    assert eager[0].shape != of_more[0][0].shape
+    for want, got in ((eager, compiled), of_more):
         assert all(torch.equal(a, b) for a, b in zip(want, got, strict=True))
