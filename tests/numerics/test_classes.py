@@ -90,7 +90,6 @@ def test_company_does_not_show_in_few_programs(vocab: int, company: str) -> None
         assert not failures(findings.measurements)
 
 
-@pytest.mark.optimized
 def test_audit_mode_bit_for_bit() -> None:
     """A1."""
     pytest.importorskip("torch")
@@ -129,9 +128,11 @@ def test_the_ratio_to_a_sampler_is_1(backend: str, kind: str) -> None:
     counts = np.full(len(p), 20)
     if kind.startswith("top-p"):
         counts = ((p.cumsum(1) - p) < float(kind.split()[1])).sum(1)
-    there = np.arange(counts.max()) < counts[:, None]
-    kept = np.where(there, order[:, : counts.max()], -1).astype(np.int32)
-    q = np.where(there, p[:, : counts.max()], 0.0)
+    # Room for the largest of all kinds, whose program is one in JAX.
+    room = ((p.cumsum(1) - p) < 0.95).sum(1).max()
+    there = np.arange(room) < counts[:, None]
+    kept = np.where(there, order[:, :room], -1).astype(np.int32)
+    q = np.where(there, p[:, :room], 0.0)
     q /= q.sum(1, keepdims=True)
     drawn = np.array([rng.choice(len(x), p=x) for x in q])
     rows = np.arange(len(q))
@@ -189,15 +190,16 @@ def far(backend: str, inputs: Any, temperature: float, bias: Any) -> list[Any]:
         torch = pytest.importorskip("torch")
         import xentlib.torch as X
 
-        arrays = [torch.tensor(x) for x in inputs]
+        arrays, heat = [torch.tensor(x) for x in inputs], temperature
     else:
         jax = pytest.importorskip("jax")
         import xentlib.jax as X
 
         arrays = [jax.numpy.asarray(x) for x in inputs]
+        heat = jax.numpy.float32(temperature)  # one program for both
 
     def loss(*leaves: Any) -> Any:
-        how = {"kept": arrays[-1], "entropy": True, "temperature": temperature}
+        how = {"kept": arrays[-1], "entropy": True, "temperature": heat}
         if of_head:
             row = torch.tensor(bias) if backend == "torch" else bias
             out = X.chunked_logprobs(*leaves, arrays[2], bias=row, **how)

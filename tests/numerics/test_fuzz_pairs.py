@@ -22,7 +22,7 @@ SEED = 4
 @pytest.mark.cpu
 @pytest.mark.torch
 @pytest.mark.slow
-@pytest.mark.parametrize("first", range(1, 400, 80))
+@pytest.mark.parametrize("first", range(1, 240, 80))
 def test_some_calls_hold_in_torch(first: int) -> None:
     """40 of all functions; those of few tokens and classes: test_zero_and_one.py."""
     ran, found = fuzz_pairs.fuzz(SEED, range(first, first + 80, 2), ("torch",))
@@ -33,7 +33,7 @@ def test_some_calls_hold_in_torch(first: int) -> None:
 @pytest.mark.cpu
 @pytest.mark.jax
 @pytest.mark.slow
-@pytest.mark.parametrize("form", range(6))
+@pytest.mark.parametrize("form", [0, 1, 2, 4, 5])  # 3 is of the function that 0 is of
 def test_some_calls_hold_in_jax(form: int) -> None:
     """Six of a program; those of one class, and of all: test_zero_and_one.py."""
     pytest.importorskip("jax")

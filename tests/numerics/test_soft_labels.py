@@ -113,7 +113,6 @@ def test_chunks_do_not_show_in_a_program() -> None:
             assert not failures(check("A10", getattr(got, name), getattr(whole, name)[places]))
 
 
-@pytest.mark.optimized
 @pytest.mark.slow
 def test_audit_mode_bit_for_bit() -> None:
     """A1."""
