@@ -59,7 +59,7 @@ def test_some_calls_hold_over_devices(form: int) -> None:
 @pytest.mark.cpu
 @pytest.mark.torch
 @pytest.mark.slow
-@pytest.mark.parametrize("first", [81, 1])
+@pytest.mark.parametrize("first", [81])
 def test_some_calls_hold_on_ranks(first: int) -> None:
     """Shards of any widths, FSDP2's routes, windows; also without a row or a token."""
     ran, found = fuzz_pairs.of_parts(SEED, on_ranks(first), parts(first))
