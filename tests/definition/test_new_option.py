@@ -6,11 +6,12 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from helpers.new_option import EDITS, NAME, ROOT, edited
+from helpers.new_option import EDITS, NAME, PARTS, ROOT, edited
 from xentlib.arguments import SCALARS, Scalars
 from xentlib.tools.harness.cases import GRID
 from xentlib.tools.parity.rows.divergences import GRID as DIVERGENCES
@@ -41,19 +42,34 @@ def written(folder: Path, *left_out: str) -> subprocess.CompletedProcess[str]:
     return run(folder, ".ci/public.py")
 
 
-def of_the_copy(folder: Path, part: str) -> subprocess.CompletedProcess[str]:
-    return run(folder, str(ROOT / "tests" / "helpers" / "new_option.py"), part)
+def of_the_copy(folder: Path, *parts: str) -> subprocess.CompletedProcess[str]:
+    return run(folder, str(ROOT / "tests" / "helpers" / "new_option.py"), *parts)
 
 
 def test_few_files_are_edited():
     assert len(EDITS) + 1 <= SITES
 
 
+@pytest.fixture(scope="module")
+def done(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], None]:
+    """Asserts a part. All are run in one process: most of what one costs is two frameworks'
+    imports."""
+    folder = tmp_path_factory.mktemp("written")
+    assert written(folder).returncode == 0
+    ran = of_the_copy(folder, *PARTS)
+    *_, last = ran.stdout.splitlines()
+    head, *parts = last.split()
+    assert head == "done:"
+
+    def held(part: str) -> None:
+        assert part in parts, ran.stdout + ran.stderr
+
+    return held
+
+
 @pytest.mark.parametrize("part", ["oracle", "handed", "elsewhere", "differs"])
-def test_what_is_written_is_enough(part: str, tmp_path: Path) -> None:
-    assert written(tmp_path).returncode == 0
-    done = of_the_copy(tmp_path, part)
-    assert done.returncode == 0, done.stdout + done.stderr
+def test_what_is_written_is_enough(part: str, done: Callable[[str], None]) -> None:
+    done(part)
 
 
 def test_a_rule_that_is_missing_is_named(tmp_path):
@@ -74,17 +90,12 @@ def test_a_part_that_is_missing_is_noticed(tmp_path: Path, left_out: str, said: 
     assert said in done.stderr.splitlines()[-1]
 
 
-def test_class_probabilities_refuse_what_is_not_marked_for_them(tmp_path):
+def test_class_probabilities_refuse_what_is_not_marked_for_them(
+    done: Callable[[str], None],
+) -> None:
     """A factor of the label's own probability, say, of which they have none; its author forgot
     them."""
-    assert written(tmp_path).returncode == 0
-    options = tmp_path / "xentlib" / "options.py"
-    line = f'"{NAME}": Rule("a number or a 0-d array"'
-    text = options.read_text("utf-8")
-    assert text.count(f"{line}, probabilities=True)") == 1
-    options.write_text(text.replace(f"{line}, probabilities=True)", f"{line})"), "utf-8")
-    done = of_the_copy(tmp_path, "unmarked")
-    assert done.returncode == 0, done.stdout + done.stderr
+    done("unmarked")
 
 
 @pytest.mark.parametrize("name", Scalars._fields)
