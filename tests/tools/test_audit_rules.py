@@ -66,15 +66,29 @@ def test_every_defect_is_in_a_problem_here():
 
 # On four ranks a defect reads as on two.
 FULL = {"four ranks": pytest.mark.full}
+# What no factors of tokens give is looked for under every head, for a second where others take
+# 0.03: in one of these three, beside the smaller problems, "loss" and "a divergence, two ranks".
+UNDER_EVERY_HEAD = {
+    "one rank, all options": {
+        "weight decay in the gradient",
+        "each value clipped",
+        "gradients added in 16 bits",
+    },
+    "two ranks": {"logits rounded to 16 bits", "operands rounded to 16 bits"},
+    "two ranks, one document": {"gradients rounded to 16 bits", "products in TF32"},
+}
+SLOW = {name for names in UNDER_EVERY_HEAD.values() for name in names}
 
 
 @pytest.mark.parametrize("which", [pytest.param(x, marks=FULL.get(x, ())) for x in PROBLEMS])
 def test_every_defect_is_named(which, request):
     """In one of its forms, another one in each problem; in several under `--full`."""
     oracle, turn = oracle_of(*PROBLEMS[which]), [*PROBLEMS].index(which)
+    elsewhere = SLOW - UNDER_EVERY_HEAD.get(which, SLOW)
+    assert SLOW <= {defect.name for defect in DEFECTS}
     for defect in DEFECTS:
         found = list(forms(defect, oracle.problem))
-        some = found[turn % max(len(found), 1) :][:1]
+        some = found[turn % max(len(found), 1) :][: defect.name not in elsewhere]
         if request.config.getoption("--full"):
             some = found[:: max(len(found) // 2, 1)]
         for reading in some:
