@@ -250,7 +250,10 @@ def test_a_teacher_that_is_the_student(backend: str, dtype: str) -> None:
     teacher = TeacherTopK(cross(got.top_ids.astype(np.int32)), cross(got.top_logprobs))
     arrays = [cross(x) for x in (problem.hidden, problem.weight)]
     labels = cross(problem.labels)
-    for kind in ("forward_kl", "reverse_kl"):
+    kinds = ["forward_kl", "reverse_kl"]
+    if backend == "jax":  # each is a program, of either dtype
+        kinds = kinds[:1] if dtype == "float32" else kinds[1:]
+    for kind in kinds:
         options: dict[str, Any] = {"kind": kind, "reduction": "none", "labels": labels}
         loss = numpy_of(ours.chunked_divergence(*arrays, teacher, **options).loss)
         assert (loss >= 0).all()
