@@ -109,7 +109,11 @@ def teacher_of(dtype: torch.dtype, tokens: int, of_logits: bool) -> TeacherHead 
     states, rows = (torch.randn(n, 29, generator=seed) / 2 for n in (tokens, CLASSES))
     bias = torch.randn(CLASSES, generator=seed) + 20.0
     states, rows, bias = (x.to(dtype) for x in (states, rows, bias))
-    return TeacherLogits(states @ rows.T + bias) if of_logits else TeacherHead(states, rows, bias)
+    return (
+        TeacherLogits(states @ rows.T + bias)
+        if of_logits
+        else TeacherHead(states, rows, bias, 1.0, None)
+    )
 
 
 def results(name: str, dtype: torch.dtype, tokens: int = 0) -> Results:
