@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from helpers.pages import losses
+from helpers.pages import defined, losses
 from xentlib.contract import RHO_64, rho
 from xentlib.interop import to_jax, to_numpy, to_torch
 
@@ -87,8 +87,7 @@ def full(name, *, mean=None, prompts=False, pairs=(0, 1)):
 
 def on_the_page(name, backend):
     """The same from the page's function."""
-    names = {"__name__": "__main__"}
-    exec(compile(blocks()[name, backend], "docs/recipes.md", "exec"), names)
+    names = defined("docs/recipes.md", blocks()[name, backend])
     cross = to_torch if backend == "torch" else to_jax
     hidden, head, *rest = (cross(x, copy=True) for x in batch().values())
     last, options = (4, {"beta": BETA})
@@ -101,7 +100,7 @@ def on_the_page(name, backend):
     if backend == "jax":
         import jax
 
-        loss, found = jax.value_and_grad(call, (0, 1))(hidden, head)
+        loss, found = jax.jit(jax.value_and_grad(call, (0, 1)))(hidden, head)
         return [np.array(to_numpy(x)) for x in (loss, *found)]
     loss = call(hidden.requires_grad_(), head.requires_grad_())
     loss.backward()
@@ -110,7 +109,7 @@ def on_the_page(name, backend):
 
 @pytest.mark.torch
 @pytest.mark.parametrize("name", NAMES)
-def test_a_loss_of_sequences_is_that_of_full_logits(backend, name, capsys):
+def test_a_loss_of_sequences_is_that_of_full_logits(backend, name):
     """Rows A5 and A6, of the loss too."""
     for got, want in zip(on_the_page(name, backend), full(name), strict=True):
         assert RHO_64.holds(rho(got, want)), rho(got, want)

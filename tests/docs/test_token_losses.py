@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from helpers.pages import losses
+from helpers.pages import defined, losses
 from xentlib.contract import RHO_64, rho
 from xentlib.interop import to_jax, to_numpy, to_torch
 
@@ -161,8 +161,7 @@ def gkd(torch, given, logits, *, kind, beta=BETA, column=0):
 def on_the_page(name, backend):
     """The same from the page's function."""
     name, _, kind = name.partition(" ")
-    names = {"__name__": "__main__"}
-    exec(compile(blocks()[name, backend], "docs/recipes.md", "exec"), names)
+    names = defined("docs/recipes.md", blocks()[name, backend])
     cross = to_torch if backend == "torch" else to_jax
     hidden, head, *rest = (cross(x, copy=True) for x in arrays(name).values())
     options = {
@@ -177,7 +176,7 @@ def on_the_page(name, backend):
     if backend == "jax":
         import jax
 
-        loss, found = jax.value_and_grad(call, (0, 1))(hidden, head)
+        loss, found = jax.jit(jax.value_and_grad(call, (0, 1)))(hidden, head)
         return [np.array(to_numpy(x)) for x in (loss, *found)]
     loss = call(hidden.requires_grad_(), head.requires_grad_())
     loss.backward()
@@ -186,7 +185,7 @@ def on_the_page(name, backend):
 
 @pytest.mark.torch
 @pytest.mark.parametrize("name", CASES)
-def test_a_loss_of_tokens_is_that_of_full_logits(backend, name, capsys):
+def test_a_loss_of_tokens_is_that_of_full_logits(backend, name):
     """Rows A5 and A6, of the loss too."""
     for got, want in zip(on_the_page(name, backend), full(name), strict=True):
         assert RHO_64.holds(rho(got, want)), rho(got, want)

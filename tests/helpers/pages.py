@@ -13,6 +13,7 @@ fragments whose reader has a model already. What ranks print is what rank 0 prin
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import io
 import os
@@ -32,6 +33,7 @@ FOUND = re.compile(
     r"|^```python\n(?P<code>.*?)^```\n(?:\n^```text\n(?P<shown>.*?)^```\n)?",
     re.MULTILINE | re.DOTALL,
 )
+DEFINITIONS = (ast.Import, ast.ImportFrom, ast.FunctionDef)
 
 
 class Block(NamedTuple):
@@ -85,6 +87,14 @@ def losses(page: str, text: str) -> dict[tuple[str, str], str]:
             assert backend is not None
             found[name, backend[1]] = group.code
     return found
+
+
+def defined(page: str, code: str) -> dict[str, Any]:
+    """What a block imports and defines, without what it goes on to run: test_docs_code.py does."""
+    body = [x for x in ast.parse(code).body if isinstance(x, DEFINITIONS)]
+    names: dict[str, Any] = {"__name__": "__main__"}
+    exec(compile(ast.Module(body, []), page, "exec"), names)
+    return names
 
 
 def execute(blocks: Sequence[Block]) -> list[str]:
