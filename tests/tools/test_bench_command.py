@@ -46,8 +46,10 @@ FRAMEWORKS = ("torch", "jax")
 
 @pytest.fixture(autouse=True)
 def one_thread(monkeypatch):
-    """In the processes that are started; see `test_bench.py`."""
+    """In the processes that are started; see `test_bench.py`. How fast their programs run is
+    nothing that is looked at."""
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.setenv("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
 
 
 # --- rounds -----------------------------------------------------------------------------------
