@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -19,7 +20,7 @@ from xentlib.tools.harness.backends import run_given_divergence
 from xentlib.tools.harness.cases import low_precision
 from xentlib.tools.harness.findings import Findings
 from xentlib.tools.harness.problems import Case, build, upstream_of
-from xentlib.tools.harness.ranks import ShardedCall, run_calls
+from xentlib.tools.harness.ranks import Sharded, ShardedCall, run_calls
 from xentlib.tools.parity.rows import classes, divergences, invariant
 from xentlib.tools.parity.rows.classes import of_classes
 from xentlib.tools.parity.rows.head import same
@@ -53,8 +54,14 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XENTLIB_KERNELS", "triton")
 
 
-DIVERGING = [few(case) for case in divergences.GRID]
-DIVERGING += [replace(few(case, 5), bias=False) for case in divergences.GRID[2::3]]
+def small(case: Case, tokens: int = 4) -> Case:
+    """Of two of the program's tiles, which a JSD has half as many columns in."""
+    vocab = BLOCK_COLUMNS + 13 if case.options["kind"] == "jsd" else 300
+    return replace(few(case, tokens), vocab=vocab)
+
+
+DIVERGING = [small(case) for case in divergences.GRID]
+DIVERGING += [replace(small(case), bias=False) for case in divergences.GRID[2::3]]
 
 
 @pytest.mark.parametrize("case", DIVERGING, ids=by_id)
@@ -69,7 +76,7 @@ def test_divergences(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_loss_of_each_token() -> None:
     """A5, A6: with an NLL beside a temperature. Catches: the lse of other logits in a backward."""
     (case,) = (x for x in divergences.GRID if x.id == "tempered-jsd")
-    problem = build(replace(few(case, 5), options={**case.options, "reduction": "none"}), 7)
+    problem = build(replace(small(case, 3), options={**case.options, "reduction": "none"}), 7)
     upstream = np.random.default_rng(3).standard_normal(problem.labels.shape).astype(np.float32)
     hold(divergences.against_oracle, ("torch",), problem.changed(upstream=upstream))
 
@@ -77,7 +84,7 @@ def test_a_loss_of_each_token() -> None:
 @pytest.mark.parametrize("dtype", ROW_OF)
 def test_divergences_in_16_bits(dtype: str) -> None:
     """A7, A16: dz over the upper half of its row of logits."""
-    cases = [replace(few(case, 5), bias=False) for case in divergences.GRID[::4]]
+    cases = [replace(small(case, 3), bias=False) for case in divergences.GRID[::4]]
     for case in low_precision(cases, dtype):
         hold(divergences.against_oracle, ("torch",), build(case, 7))
 
@@ -85,7 +92,7 @@ def test_divergences_in_16_bits(dtype: str) -> None:
 def test_divergences_of_equal_heads_are_0() -> None:
     """A24: gradients of +0, of a teacher's logits too; a loss of each token."""
     torch.manual_seed(0)
-    hidden, weight = torch.randn(3, 8), torch.randn(300, 8)
+    hidden, weight = torch.randn(2, 8), torch.randn(BLOCK_COLUMNS + 3, 8)
     for how in divergences.KINDS:
         for teacher in (TeacherHead(hidden, weight), TeacherLogits(hidden @ weight.T)):
             leaf = hidden.clone().requires_grad_()
@@ -102,7 +109,7 @@ def test_divergences_of_equal_heads_are_0() -> None:
 def test_divergences_of_close_logits(how: dict[str, Any]) -> None:
     """A20: products are exact; at 1000 the rounded lse are off by half of the log-ratios. A class
     at -inf in both takes no part. Catches: p without the correction of the two lse."""
-    student, teacher, upstream = divergences.given_logits(7, 1e-2, 300, 5)
+    student, teacher, upstream = divergences.given_logits(7, 1e-2, 300, 3)
     student, teacher = student + np.float32(1000), teacher + np.float32(1000)
     oracle = divergences.oracle_of(student, teacher, upstream, **how)
     masked = np.insert(teacher, 3, -np.inf, axis=1)
@@ -111,7 +118,7 @@ def test_divergences_of_close_logits(how: dict[str, Any]) -> None:
     bias[3] = -torch.inf
     teacher_logits = TeacherLogits(torch.tensor(masked))
     out = chunked_divergence(
-        torch.eye(5), weight, teacher_logits, bias=bias, outputs=("divergence",), **how
+        torch.eye(3), weight, teacher_logits, bias=bias, outputs=("divergence",), **how
     )
     out.loss.backward()
     assert weight.grad is not None
@@ -124,7 +131,7 @@ def test_divergences_of_close_logits(how: dict[str, Any]) -> None:
 def test_divergences_of_given_logits(how: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """A20, A22, A24; then of logits whose rows are not dense, with a masked token of NaN."""
     launched = launches(monkeypatch)
-    logits = divergences.given_logits(7, 1e-2, 517, 3)
+    logits = divergences.given_logits(7, 1e-2, 301, 3)
     got = run_given_divergence("torch", *logits, **how)
     findings, oracle = Findings(("torch",)), divergences.oracle_of(*logits, **how)
     divergences.check_given(findings, got, oracle, backend="torch")
@@ -142,13 +149,25 @@ def test_divergences_of_given_logits(how: dict[str, Any], monkeypatch: pytest.Mo
         assert np.array_equal(torch.column_stack((out.detach(), gradient)).cpu().numpy(), expected)
 
 
+@cache
+def over_ranks() -> list[tuple[ShardedCall, Sharded]]:
+    """A divergence and further classes, in one start of ranks."""
+    (case,) = (x for x in divergences.GRID if x.id == "mixed-jsd")
+    problem = build(replace(case, tokens=9, hidden=8, vocab=37, teacher=8), 7)
+    calls = [ShardedCall("chunked_divergence", problem, (19, 18, 0))]
+    case = Case("shards", 5, 8, BLOCK_COLUMNS + 37, std=6.0, kept=12, ids=5, bias=True)
+    problem = build(case, 7)
+    sizes = (BLOCK_COLUMNS, 37, 0)
+    calls.append(ShardedCall("chunked_logprobs", problem, sizes, upstream_of(problem, 5)))
+    return [*zip(calls, run_calls("torch", calls), strict=True)]
+
+
 @pytest.mark.cpu
 def test_divergences_over_shards() -> None:
     """A5, A6, A13, A23: over ranks, of which one has no class."""
-    (case,) = (x for x in divergences.GRID if x.id == "mixed-jsd")
-    problem = build(replace(case, tokens=9, hidden=8, vocab=37, teacher=8), 7)
+    (call, found), _ = over_ranks()
+    problem = call.problem
     reference = problem.divergence_reference()
-    (found,) = run_calls("torch", [ShardedCall("chunked_divergence", problem, (19, 18, 0))])
     assert found.unequal == 0
     findings, got = Findings(("torch",)), found.outcome
     findings.check("A23", got.divergence, reference.divergence, reference.bound_divergence)
@@ -183,8 +202,8 @@ def test_classes_of_given_logits(monkeypatch: pytest.MonkeyPatch) -> None:
     """A0, A3, A4: of a caller's logits, which stay as they are."""
     launched = launches(monkeypatch)
     rng = np.random.default_rng(3)
-    logits, labels = rng.standard_normal((9, 300), dtype=np.float32), rng.integers(0, 300, 9)
-    given, ids = torch.tensor(logits).requires_grad_(), torch.arange(18).view(9, 2)
+    logits, labels = rng.standard_normal((5, 300), dtype=np.float32), rng.integers(0, 300, 5)
+    given, ids = torch.tensor(logits).requires_grad_(), torch.arange(10).view(5, 2)
     out = vocab_parallel_logprobs(given, torch.tensor(labels), ids=ids)
     out.ids_logprobs.sum().backward()
     assert torch.equal(torch.tensor(logits), given.detach())
@@ -196,18 +215,13 @@ def test_classes_of_given_logits(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_classes_over_shards() -> None:
     """A0, A5, A6, A13, A18: classes of a token are on one rank, on others or on none, and one rank
     has none at all."""
-    case = Case("shards", 5, 8, BLOCK_COLUMNS + 37, std=6.0, kept=12, ids=5, bias=True)
-    problem = build(case, 7)
-    upstream, findings = upstream_of(problem, 5), Findings(("torch",))
-    one, two = (
-        ShardedCall("chunked_logprobs", problem, cut, upstream)
-        for cut in ((case.vocab,), (BLOCK_COLUMNS, 37, 0))
-    )
-    dense = invariant.dense(one, "torch")
-    (found,) = run_calls("torch", [two])
+    _, (two, found) = over_ranks()
+    problem, findings = two.problem, Findings(("torch",))
+    assert two.upstream is not None
+    dense = invariant.dense(two._replace(sizes=(sum(two.sizes),)), "torch")
     assert not found.unequal
     same(findings, "A18", found.outcome, dense, names=OF_SHARDS, backend="torch")
-    reference = problem.per_token_reference(upstream)
+    reference = problem.per_token_reference(two.upstream)
     findings.gradients({"torch": found.outcome}, reference, problem)
     assert len(findings.measurements) > 4
     assert not failures(findings.measurements)
