@@ -176,8 +176,10 @@ OF = [
     ("chunked_nll", "index"),
     *((f, s) for f, names in SUBJECTS.items() for s in sorted({*names})),
 ]
-# Tokens, classes, those of a token: of three blocks, one of them filled up; without a token.
+# Tokens, classes, those of a token: of three blocks, one of them filled up; of the first subject of
+# each function without a token too.
 SIZES = {"301 classes": ((11,), 301, 5), "no token": ((0,), 29, 3)}
+FIRST = {next(of for of in OF if of[0] == function) for function, _ in OF}
 
 
 @pytest.mark.usefixtures("as_on_a_tpu")
@@ -185,7 +187,7 @@ SIZES = {"301 classes": ((11,), 301, 5), "no token": ((0,), 29, 3)}
 def test_alone(of: tuple[str, str]) -> None:
     """Catches: columns of the filling among the classes; rows of precomputed logits that are not
     cut to theirs."""
-    for number, sizes in enumerate(SIZES.values()):
+    for number, sizes in enumerate([*SIZES.values()][: 1 + (of in FIRST)]):
         pair = draw(7, number, Edge(*of, *sizes))
         assert held("jax", pair, run_jax(pair)) == []
 
@@ -246,13 +248,13 @@ def test_a_program_for_a_tpu_is_traced_anywhere(name: str, monkeypatch: Any) -> 
         with jax.sharding.use_abstract_mesh(mesh):
             return list(equations(jax.make_jaxpr(step)(HIDDEN, WEIGHT).jaxpr))
 
-    here, ahead = program(ANY), program(ON_A_TPU)
+    if name == "further classes":  # a program of a CPU is known by these
+        assert [x for x in program(ANY) if "window" in x[0]]
+    ahead = program(ON_A_TPU)
     monkeypatch.setattr(jax, "default_backend", lambda: "tpu")
     there = program(ANY)
     assert ahead == there
-    of_a_cpu = {x[0] for x in here if "window" in x[0]}
-    assert of_a_cpu
-    assert not of_a_cpu & {x[0] for x in ahead}
+    assert not [x for x in ahead if "window" in x[0]]
 
 
 def test_a_chunk_of_logits_is_a_tpu_s() -> None:
