@@ -71,15 +71,18 @@ HOW = [
     (SHAPES[-1], "float64", True),
 ]
 ASKED = ((False, None), (True, None), (True, 1 << 20))
-# A program of JAX takes a second to compile as a user's, and 33 of them were 30 s.
 PEAKS = [(*how, *asked) for how in HOW for asked in ASKED]
+# A program of JAX takes a second to compile as a user's, and 33 of them were 30 s.
 KEPT = every_pair(PEAKS)
 
 
 @pytest.mark.optimized
 @pytest.mark.parametrize(
     ("shape", "dtype", "gradient", "entropy", "budget"),
-    [pytest.param(*key, marks=[] if key in KEPT else [pytest.mark.full]) for key in PEAKS],
+    [
+        pytest.param(*key, marks=[] if key in KEPT else [pytest.mark.full(backend="jax")])
+        for key in PEAKS
+    ],
     ids=str,
 )
 def test_peak_is_the_formula_of_the_plan(

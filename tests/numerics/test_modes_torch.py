@@ -233,7 +233,7 @@ def test_on_meta(function: Any) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("function", "tokens"), [(nll, "flat"), *((function, "rows") for function in FUNCTIONS)]
+    ("tokens", "function"), [("flat", nll), *(("rows", function) for function in FUNCTIONS)]
 )
 def test_sizes_that_a_compiler_does_not_know(function: Any, tokens: str) -> None:
     """A11: unbacked tokens under fullgraph, one graph for any number of them; another number of
