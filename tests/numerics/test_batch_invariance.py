@@ -45,10 +45,8 @@ def test_other_tokens_do_not_show(backend: str, function: str, name: str) -> Non
     twice, other chunks, labels that are not read. Catches: a sum whose order follows the rows; a
     product with few rows."""
     findings = Findings((backend,))
-    # Of JAX's functions one has calls with half and a fourth of the tokens: two seconds for each.
-    few = backend == "jax" and function != "chunked_nll"
-    invariant.batch(FUNCTIONS[function], findings, backend, PROBLEMS[name], few=few)
-    assert len(findings.measurements) >= (15 if few else 21)
+    invariant.batch(FUNCTIONS[function], findings, backend, PROBLEMS[name])
+    assert len(findings.measurements) > 20
     assert not failures(findings.measurements)
 
 
