@@ -20,7 +20,7 @@ if jax.__version_info__ < (0, 11):  # jax 0.11 knows the option no longer
 
 
 # Of a program that is planned and not run: where its arrays lie is settled before LLVM, so the
-# bytes are a user's (17 programs of losses), in two thirds of the time.
+# bytes are a user's (in 10 programs of losses), in two thirds of the time.
 PLANNED = {
     name: OPTIONS[name]
     for name in ("xla_backend_optimization_level", "xla_llvm_disable_expensive_passes")
