@@ -92,7 +92,7 @@ def test_per_token_against_the_oracle(case):
 @pytest.mark.optimized
 @pytest.mark.parametrize("chunks", [(8, 100)], ids=str)
 def test_chunks_do_not_show(case, chunks, monkeypatch):
-    """A10: three chunks of 64 rows, the least on a CPU, and two; each with a part of one."""
+    """A10: chunks of 64 rows, the least on a CPU, and of 100; the last is a part of one."""
     monkeypatch.setattr("xentlib.tools.harness.cases.CHUNKS", chunks)
     hold(nll.chunks, ("jax",), build(replace(case, tokens=137), 7))
 
