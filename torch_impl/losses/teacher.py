@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -254,7 +255,7 @@ def teacher_call(
     not_differentiable(hidden=teacher.hidden)
     leading = tuple(args.hidden.shape[:-1])
     check_teacher_tokens("hidden", array_spec(teacher.hidden), "hidden", leading)
-    shared = {name: getattr(args, name) for name in SHARED}
+    shared = dict(zip(SHARED, attrgetter(*SHARED)(args), strict=True))
     if compute == "float64":
         shared["compute_dtype"] = compute
     fields = teacher._asdict() | {"temperature": temperature_of(teacher, args.temperature)}

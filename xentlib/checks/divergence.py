@@ -149,12 +149,12 @@ def check_divergence(call: DivergenceArguments) -> None:
 def stated(call: DivergenceArguments, teacher: TeacherHead[Any]) -> TeacherHead[Any]:
     """With what it was not passed as a head without has it; beside a student that has a softcap or
     scale its own must be passed."""
-    without: dict[str, Any] = {"softcap": None, "logit_scale": 1.0}
-    without = {x: y for x, y in without.items() if getattr(teacher, x) is UNSTATED}
-    for name, absent in without.items():
-        value = getattr(call, name)
-        both = value is None or (isinstance(value, (int, float)) and value == absent)
-        DIVERGING.require("unstated", both, name=name, value=shown(value), absent=absent)
+    without: dict[str, Any] = {}
+    for name, absent in (("softcap", None), ("logit_scale", 1.0)):
+        if getattr(teacher, name) is UNSTATED:
+            value, without[name] = getattr(call, name), absent
+            if value is not None and not (isinstance(value, (int, float)) and value == absent):
+                DIVERGING.refuse("unstated", name=name, value=shown(value), absent=absent)
     return teacher._replace(**without)
 
 
